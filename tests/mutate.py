@@ -250,8 +250,8 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("plugin/items.py", "wanted if base.dtype.is_floating_point else", "saved or"),
     ],
     "test_store_recipes.py": [
-        ("plugin/plan.py", "bases.shares[order] *", "bases.shares[order] + 0 *"),
-        ("plugin/plan.py", "(store.bases.tasks)[[*order, *mean]]", "(store.bases.tasks)"),
+        ("plugin/plan.py", "store.shares[order] *", "store.shares[order] + 0 *"),
+        ("plugin/plan.py", "(store.tasks)[[*order, *mean]]", "(store.tasks)"),
     ],
     "test_online.py -k 'not slow and (paper or bounds)'": [
         ("store/store.py", "return weights / weights.mean()", "return weights"),

@@ -165,7 +165,7 @@ def _check_left_out(inputs: TaskSet) -> None:
 def _check_store_recipe(document: Document, options: Options) -> Iterator[str]:
     recipe = document.recipe
     assert recipe.store is not None
-    bases = check_store(recipe.store.bases.place)
+    bases = check_store(recipe.store.place)
     if document.raw:
         bases.check_base(Checkpoint.open(recipe.base.model.path), str(recipe.base))
     else:

@@ -191,7 +191,7 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
             engine = engine_of(values)
             facts, tensors = inspect_inputs(open_models(document, values), engine)
             return Inspection(facts, tensors, built=False)
-        path = document.recipe.store.bases.place
+        path = document.recipe.store.place
     place = Path(hub.local(path, hub.FACTS))
     if is_output(place):
         return Inspection(*read_output(place / FOLDER))

@@ -41,14 +41,14 @@ class TaskModels:
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan, self.device, self.trust = plan, device, plan.options.trust_remote_code
-        self.stored = plan.recipe.vectors
+        self.stored = plan.recipe.bases
         self._model: nn.Module | None = None
         self._warned = set[str]()
 
     @property
     def tasks(self) -> list[str]:
         store = self.plan.recipe.store
-        return list(self.plan.recipe.tasks if store is None else store.bases.tasks)
+        return list(self.plan.recipe.tasks if store is None else store.tasks)
 
     def folder(self, task: str | None) -> Path:
         """The folder with configuration and tokenizer of a task's model; None is the base."""
@@ -77,8 +77,7 @@ class TaskModels:
         assert self.stored is not None
         base = self.folder(None)
         model = load_model(base, self.device, self.trust)
-        bases = self.stored.bases
-        return Live(model, bases, base_of(bases, os.fspath(base)))
+        return Live(model, self.stored, base_of(self.stored, os.fspath(base)))
 
     def named(self, model: nn.Module, task: str | None = None) -> dict[str, nn.Parameter]:
         """The parameters of a task's model that the merge moves, by their names in the merge.
@@ -202,11 +201,11 @@ def mixtures_of(plan: Plan, mixture: Mixture) -> Tensor:
         assert isinstance(basis, Basis)
         encoder = basis.encoding.encoder
     else:
-        encoder = store.bases.encoder
+        encoder = store.encoder
         if encoder is not None:
-            encoder = (encoder * store.bases.shares)[:, list(store.order)]
+            encoder = (encoder * store.shares)[:, list(plan.recipe.order)]
     if mixture == "equal":
-        tasks = plan.recipe.tasks if store is None else store.bases.tasks
+        tasks = plan.recipe.tasks if store is None else store.tasks
         return torch.full((len(tasks), bases_of(plan).shape[1]), 1 / len(tasks)).double()
     if encoder is None:
         raise _without_mixtures(plan, mixture)
@@ -229,7 +228,7 @@ def check_mixture(plan: Plan, mixture: Mixture) -> None:
 
 def _basis_name(plan: Plan) -> str | None:
     recipe = plan.recipe
-    return recipe.settings.basis if recipe.store is None else recipe.store.bases.basis
+    return recipe.settings.basis if recipe.store is None else recipe.store.basis
 
 
 def _without_mixtures(plan: Plan, mixture: Mixture) -> UserError:

@@ -102,7 +102,7 @@ class Request:
         keys = self.document.varying
         lambdas = ("adamerging", "wemoe")
         unused = [key for key in keys if key != "lambda" or self.method not in lambdas]
-        if unused and recipe.vectors is None:  # a store's own recipes have some
+        if unused and recipe.bases is None:  # a store's own recipes have some
             LOG.warning("%s does not use the recipe's `%s`", self.method, listed(unused))
 
     def _check_store(self, name: str) -> None:
@@ -188,7 +188,7 @@ class Work(ABC):
         """M, or an upper bound before the bases are built."""
         recipe, basis = self.plan.recipe, self.plan.basis
         if recipe.store is not None:
-            return len(recipe.store.order)
+            return len(recipe.order)
         return most_bases(recipe.settings, len(recipe.tasks)) if basis is None else basis.num_bases
 
     @property

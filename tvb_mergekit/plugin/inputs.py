@@ -53,7 +53,7 @@ def read_inputs(document: Document, options: Options, names: Sequence[str] = ())
     """
     recipe = document.recipe
     if recipe.store is not None:
-        place = recipe.store.bases.place
+        place = recipe.store.place
         raise UserError(f"this lists the bases of {place}: list the fine-tuned models")
     with refusing():
         refuse_bases([recipe.base.model.path], "`base_model`")
@@ -79,7 +79,7 @@ def _raw_inputs(document: Document) -> TaskSet:
     recipe = document.recipe
     base = open_file(recipe.base)
     sources = [*recipe.opened.values()] or [open_file(model) for model in recipe.models]
-    holds: Holds = "weight" if recipe.vectors is None else "delta"
+    holds: Holds = "weight" if recipe.bases is None else "delta"
     found, notes = match(base, sources, recipe.tasks, recipe.settings, holds)
     for note in notes:
         LOG.warning("%s", note)
@@ -159,9 +159,9 @@ def dense_of(document: Document, plan: Plan) -> Dense:
     Raises:
         UserError: see `tasks_for_store`.
     """
-    store, basis = plan.recipe.store, plan.basis
-    if store is not None:
-        return Dense.of_store(store.bases, store.order, plan.recipe.weights)
+    recipe, basis = plan.recipe, plan.basis
+    if recipe.store is not None:
+        return Dense.of_store(recipe.store, recipe.order, recipe.weights)
     assert isinstance(basis, Basis)
     return Dense.of_models(tasks_for_store(document, plan), basis)
 

@@ -90,8 +90,8 @@ class MergedTensors:
         base, *models = _parts(recipe, given)
         assert base is not None
         absent = None
-        if recipe.vectors is not None:  # by the base's or the merged model's name
-            left_out = recipe.vectors.bases.facts.left_out
+        if recipe.bases is not None:  # by the base's or the merged model's name
+            left_out = recipe.bases.facts.left_out
             absent = left_out.get(str(base.name), left_out.get(name, "not in the store"))
         rule = functools.partial(why_left_out, name, recipe.settings, recipe.tasks, absent=absent)
         reason = rule(base, models)
@@ -103,7 +103,7 @@ class MergedTensors:
             models = [*rest]
             reason = reason or rule(base, models)
         if reason is not None:
-            if recipe.vectors is None and reason.startswith("missing"):
+            if recipe.bases is None and reason.startswith("missing"):
                 LOG.warning("tensor `%s` is not in %s: it stays the base's", name, reason[11:])
             self.left_out[name] = reason
             models = []
@@ -175,13 +175,13 @@ class MergedTensors:
 def _parts(recipe: Recipe, given: Candidate) -> list[Part | None]:
     """The tensor's parts in the base and the models; vectors of a store have their own names."""
     parts = [given.parts[model] for model in recipe.every]
-    vectors, base = recipe.vectors, parts[0]
-    if vectors is None or base is None:
+    bases, base = recipe.bases, parts[0]
+    if bases is None or base is None:
         return parts
-    if (name := vectors.bases.stored_name(base.name)) is None:
+    if (name := bases.stored_name(base.name)) is None:
         return [base, *[None] * len(recipe.models)]
     shape = None if given.whole else base.shape
-    stored = (Part.of(vectors.bases.vectors[index], name, "delta") for index in vectors.order)
+    stored = (Part.of(bases.vectors[index], name, "delta") for index in recipe.order)
     return [base, *(replace(part, shape=shape and part.shape) for part in stored)]
 
 

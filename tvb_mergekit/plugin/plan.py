@@ -87,18 +87,18 @@ class Plan:
     @functools.cached_property
     def tasks(self) -> TaskSet:
         """The task vectors, with the tensors that count."""
-        recipe, vectors = self.recipe, self.recipe.vectors
+        recipe, bases = self.recipe, self.recipe.bases
         tensors = self.tensors
         sources = [tensors.checkpoints[model] for model in recipe.models]
         counted = [item for item in self.items() if item.counted_as == item.name]
         facts = (tensors.left_out, tensors.same_as, tensors.out_dtype)
         tasks = recipe.task_set(counted, self.base, sources, *facts)
         tasks.folder, tasks.changed = self.base.folder, list(tensors.changed.values())
-        if vectors is not None and not tensors.changed:
+        if bases is not None and not tensors.changed:
             # The store knows G where the same tensors count.
             held = {part.name for item in counted for part in item.inputs[:1]}
-            if vectors.bases.keeps_tasks and held == set(vectors.bases.names):
-                tasks.sums = sums_of(vectors.bases, vectors.order)
+            if bases.keeps_tasks and held == set(bases.names):
+                tasks.sums = sums_of(bases, recipe.order)
         return tasks
 
     @refusing()
@@ -115,7 +115,7 @@ class Plan:
         settings, store = self.recipe.settings, self.recipe.store
         memory, world = self.engine.memory, ranks.world()
         most = merging.most_bases(settings, len(self.recipe.tasks))
-        bases = store.bases.num_bases if store else most
+        bases = store.num_bases if store else most
         if memory is not None and settings.method == "basis_ties":
             merging.check_tables(bases, memory)
         check_matrices(settings, self.tasks.items, bases, memory)
@@ -136,11 +136,11 @@ class Plan:
                 basis, self.summing = found
                 return basis
             return self._warned(merging.build_basis(self.tasks, self.engine))
-        order = list(store.order)
-        shares = store.bases.shares[order] * torch.tensor(recipe.weights, dtype=torch.float64)
+        order = list(recipe.order)
+        shares = store.shares[order] * torch.tensor(recipe.weights, dtype=torch.float64)
         mean = [] if recipe.mean is None else [len(order)]
-        table = store.bases.reconstruction(store.bases.tasks)[[*order, *mean]]
-        stored = StoredBases(recipe.settings, store.bases.tasks, shares, table)
+        table = store.reconstruction(store.tasks)[[*order, *mean]]
+        stored = StoredBases(recipe.settings, store.tasks, shares, table)
         merging.count_if_needed(stored, self.tasks.items, self.engine)
         return stored
 
@@ -185,20 +185,20 @@ class Plan:
 
     def report(self) -> tuple[Facts, dict[str, Tensor]]:
         """basis.json and basis.safetensors of the merge."""
-        learned, vectors, basis = self.learned, self.recipe.vectors, self.basis
+        learned, bases, basis = self.learned, self.recipe.bases, self.basis
         tunables = self.tensors.tunables if learned is None else {}
         if isinstance(basis, StoredBases):
-            assert vectors is not None
-            built, held = vectors.bases.facts, vectors.bases.tensors
-            weights = basis.shares[torch.tensor(vectors.order).argsort()].tolist()
+            assert bases is not None
+            weights = basis.shares[torch.tensor(self.recipe.order).argsort()].tolist()
             own = self.tensors.left_out, tunables, self.tensors.out_dtype
-            facts = report.facts_over_store(built, basis, weights, *own)
+            facts = report.facts_over_store(bases.facts, basis, weights, *own)
+            held = bases.tensors
             tensors = {name: held[name] for name in report.MERGED if name in held}
         else:
             assert isinstance(basis, Basis)
             facts, tensors = report.facts(self.tasks, basis, tunables), report.tensors_of(basis)
-        if vectors is not None:
-            facts = facts.but(from_store=vectors.bases.place)
+        if bases is not None:
+            facts = facts.but(from_store=bases.place)
         return facts if learned is None else facts.but(method=learned.method), tensors
 
 

@@ -161,7 +161,7 @@ def plan_files(document: Document, options: MergeOptions, union: bool, intersect
 
     recipe, config, engine = document.recipe, document.config, engine_of(options)
     files = {model: recipe.opened.get(model) or open_file(model) for model in recipe.every}
-    base, stored = files[recipe.base], recipe.vectors is not None
+    base, stored = files[recipe.base], recipe.bases is not None
     recipe.check_base(base)
     recipe = recipe.over(base)
     # A store may hold a tensor under another name, which the plan looks up.

@@ -39,28 +39,18 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True)
-class StoreVectors:
-    """Vectors of one store, which are differences from its base.
-
-    A store that keeps all tasks holds task vectors: any of them may be listed, and bases are built
-    over them. Else the vectors are bases: all are listed, and nothing is built.
-
-    Attributes:
-        order: The store's vector that each model of the recipe is.
-    """
-
-    bases: store.Bases
-    order: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Recipe:
     """One merge by one of our methods.
+
+    The models may be vectors of one store, which are differences from its base. A store that keeps
+    all tasks holds task vectors: any of them may be listed, and bases are built over them. Else the
+    vectors are bases: all are listed, and nothing is built.
 
     Attributes:
         models: In the order of the tasks.
         tasks: Names of the models: their tasks, or the folders of a store's bases.
-        vectors: The vectors of a store that the models are; None for fine-tuned models.
+        bases: The store whose vectors the models are; None for fine-tuned models.
+        order: The store's vector that each model is.
     """
 
     settings: Settings
@@ -68,26 +58,27 @@ class Recipe:
     models: tuple[ModelReference, ...]
     tasks: tuple[str, ...]
     weights: tuple[float, ...]
-    vectors: StoreVectors | None = None
+    bases: store.Bases | None = None
+    order: tuple[int, ...] = ()
 
     @property
-    def store(self) -> StoreVectors | None:
+    def store(self) -> store.Bases | None:
         """The store whose bases the models are; None for task vectors."""
-        return None if self.vectors is None or self.vectors.bases.keeps_tasks else self.vectors
+        return None if self.bases is None or self.bases.keeps_tasks else self.bases
 
     @functools.cached_property
     def opened(self) -> dict[ModelReference, Any]:
         """The models that are vectors of a store, as the store has opened them."""
-        if self.vectors is None:
+        if self.bases is None:
             return {}
-        vectors = (self.vectors.bases.vectors[index] for index in self.vectors.order)
+        vectors = (self.bases.vectors[index] for index in self.order)
         return dict(zip(self.models, vectors, strict=True))
 
     @property
     def mean(self) -> Weights | None:
         """PCA's mean, which only the reconstruction of a task needs."""
         negates = self.store is not None and self.settings.method == "basis_negate"
-        return self.store.bases.mean if self.store and negates else None
+        return self.store.mean if self.store and negates else None
 
     @property
     def every(self) -> tuple[ModelReference, ...]:
@@ -100,8 +91,8 @@ class Recipe:
     def check_base(self, opened: Weights) -> None:
         """Raise UserError if the base is a vector of a store, or is not the base of the vectors."""
         refuse_bases([self.base.model.path], "`base_model`")
-        if self.vectors is not None:
-            self.vectors.bases.check_base(opened, str(self.base))
+        if self.bases is not None:
+            self.bases.check_base(opened, str(self.base))
 
     def task_set(
         self,
@@ -114,9 +105,8 @@ class Recipe:
     ) -> TaskSet:
         """The task vectors with these tensors; see `TaskSet`."""
         built = list[float]()  # the scales that task vectors of a store have already
-        if self.vectors is not None and self.vectors.bases.keeps_tasks:
-            bases = self.vectors.bases
-            built = (bases.weights / bases.scales)[list(self.vectors.order)].tolist()
+        if self.bases is not None and self.bases.keeps_tasks:
+            built = (self.bases.weights / self.bases.scales)[list(self.order)].tolist()
         return TaskSet(
             self.settings,
             self.tasks,
@@ -157,17 +147,16 @@ def read_recipe(config: BaseModel) -> Recipe:
     models = _models(sections, base)
     given, own = _values(sections, base)
     weights = tuple(float(own.get((model, "weight"), 1.0)) for model in models)
-    vectors = find_store(models)
-    if vectors is not None:
+    bases, order = find_store(models)
+    if bases is not None:
         if named := next((model for model in models if (model, "task") in own), None):
             raise UserError(f"`task` of {named}: its store knows the name; leave it out")
-        bases, order = vectors.bases, list(vectors.order)
         every = bases.tasks if bases.keeps_tasks else bases.facts.store.folders
         names = tuple(every[index] for index in order)
         settings = bases.merge_settings(method, given, names if bases.keeps_tasks else ())
-        scales = zip(weights, bases.scales[order].tolist(), strict=True)
+        scales = zip(weights, bases.scales[list(order)].tolist(), strict=True)
         scaled = tuple(weight * scale for weight, scale in scales)
-        return Recipe(settings, base, models, names, scaled, vectors)
+        return Recipe(settings, base, models, names, scaled, bases, order)
     usual = [default_task_name(m.model.path, m.lora.path if m.lora else None) for m in models]
     tasks = tuple(own.get((m, "task")) or name for m, name in zip(models, usual, strict=True))
     check_tasks(tasks, [str(model) for model in models])
@@ -295,8 +284,8 @@ def _one_value(key: str, setting: Any, where: str) -> Any:
     return setting
 
 
-def find_store(models: Sequence[ModelReference]) -> StoreVectors | None:
-    """The store whose vectors the models are; None if no model is a vector.
+def find_store(models: Sequence[ModelReference]) -> tuple[store.Bases | None, tuple[int, ...]]:
+    """The store whose vectors the models are, None if no model is a vector, and their order in it.
 
     Raises:
         UserError: Only some are vectors, they are of several stores, a basis is missing, or a task
@@ -307,7 +296,7 @@ def find_store(models: Sequence[ModelReference]) -> StoreVectors | None:
         _check_there(model)
     known = [folder for folder in folders if folder is not None]
     if not known:
-        return None
+        return None, ()
     if None in folders:
         raise UserError(
             f"model {models[folders.index(None)]} is not a vector of a store, and {known[0]} is "
@@ -328,7 +317,7 @@ def find_store(models: Sequence[ModelReference]) -> StoreVectors | None:
             f"the recipe lists {', '.join(names)} of {place}: list all of its bases and nothing "
             f"else, {', '.join(expected)}"
         )
-    return StoreVectors(bases, tuple(expected.index(name) for name in names))
+    return bases, tuple(expected.index(name) for name in names)
 
 
 def _check_there(model: ModelReference) -> None:

@@ -94,7 +94,7 @@ class TunedRecipe:
         if self.recipe is None:
             return 1.0
         if self.recipe.store is not None:
-            bases = self.recipe.store.bases
+            bases = self.recipe.store
             return bases.num_bases / len(bases.tasks)
         if self.recipe.settings.energy is not None:
             raise UserError("--subsample needs M, which `energy` leaves open: give `num_bases`")
