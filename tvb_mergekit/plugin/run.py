@@ -52,11 +52,9 @@ WITHOUT_EFFECT = set(
 def merge_recipe(
     document: Document, out: str, memory: int, *, out_shard_size: str, **options: Any
 ) -> None:
-    """Merge into the folder `out`, as `mergekit-yaml` does.
+    """Merge into the folder `out`, as `mergekit-yaml` does; see `planned`.
 
     Args:
-        document: used up, since mergekit rewrites its configuration.
-        memory: bytes that the passes may allocate.
         out_shard_size: as a user writes it.
         options: other fields of mergekit's `MergeOptions`.
 
@@ -74,11 +72,7 @@ def merge_recipe(
 
 
 def merge(document: Document, out: str, options: MergeOptions, memory: int | None = None) -> None:
-    """Merge model folders into the folder `out`, which appears when it is complete.
-
-    Args:
-        document: used up, since mergekit rewrites its configuration.
-        memory: bytes that the passes may allocate; None: TVB_MERGEKIT_BLOCK_MB.
+    """Merge model folders into the folder `out`, which appears when it is complete; see `planned`.
 
     Raises:
         MergeRefused: a reason that stops the merge.
