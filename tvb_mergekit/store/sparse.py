@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis
 from tvb_mergekit.core.online import NOISE, lengths, of_sum
-from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.addition import with_vectors
 from tvb_mergekit.store.facts import FileRecord, StoreFacts, record_of
 from tvb_mergekit.store.forms import items_of
@@ -108,15 +107,14 @@ def sparse_store(
 
     Args:
         dense: The bases before their masks.
-        files: Files of `write_sparse`, one for each basis, with the tensors of `dense.items`. The
-            store links or copies them.
+        files: Files of `write_sparse` in one dtype, one for each basis, with the tensors of
+            `dense.items`. The store links or copies them.
 
     Raises:
-        UserError: `out` exists; a file is damaged, or holds other tensors or values than it should.
+        UserError: `out` exists, or a file is damaged.
     """
     check_new_folder(out)
     vectors = [Sparse.open(file) for file in files]
-    dtype = _checked(dense, vectors)
     names = [basis_folder(m) for m in range(len(files))]
     sums = gram_pass(with_vectors(vectors, dense.items), [*names, *dense.names], engine)
     tensors, history = _measured(dense, sums.gram)
@@ -132,31 +130,11 @@ def sparse_store(
             kept[f"{name}/{WEIGHTS}"] = record_of(folder / WEIGHTS)
             kept |= copy_config(dense.config, folder, index, tokenizer=False)
         density = sum(each.count for each in vectors) / max(entries, 1)
-        made = Vectors(tensors, names, kept, dtype_name(dtype), "sparse", density=density)
+        dtype = dtype_name(vectors[0].dtype)
+        made = Vectors(tensors, names, kept, dtype, "sparse", density=density)
         return writer.commit(made, history)
     finally:
         writer.discard()
-
-
-def _checked(dense: Dense, vectors: Sequence[Sparse]) -> torch.dtype:
-    """The dtype of all values. Raise UserError if there are several, or for other tensors."""
-    if len(vectors) != dense.facts.num_bases:
-        raise UserError(f"{len(vectors)} sparse vectors for {dense.facts.num_bases} bases")
-    wanted = {item.name: tuple(item.shape) for item in dense.items}
-    for each in vectors:
-        file, found = each.folder / each.shards[0], each.tensors
-        for name in sorted({*wanted, *found}):
-            shape = found[name].shape if name in found else None
-            if shape != wanted.get(name):
-                raise UserError(
-                    f"{file}: tensor `{name}` has shape {shape}, the bases have {wanted.get(name)}"
-                )
-        if each.dtype != vectors[0].dtype:
-            raise UserError(
-                f"{file}: values in {each.dtype}, and others in {vectors[0].dtype}: write all in "
-                "one dtype"
-            )
-    return vectors[0].dtype
 
 
 def _measured(dense: Dense, gram: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
