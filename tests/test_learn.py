@@ -442,7 +442,7 @@ def test_a_full_disk_and_a_kill_in_the_last_stage(case: Case) -> None:
 def test_what_another_process_has_written_meanwhile(case: Case) -> None:
     out = case.folder / "taken"
 
-    def late(path: Any, waiting: Any) -> Any:
+    def late(path: Any) -> Any:
         out.mkdir()
         (out / "model.safetensors").write_bytes(b"")
         return SimpleNamespace(release=lambda: None)
