@@ -153,7 +153,6 @@ class StatisticsMethod(Work):
 
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
         bases, encoder = bases_of(plan), self.mixtures
-        assert plan.basis is not None
         files = [Checkpoint.open(file) for file in self.outputs]
         held = set.intersection(*(set(file.tensors) for file in files))
         if self.request.normalize:

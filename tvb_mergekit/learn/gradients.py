@@ -291,7 +291,6 @@ class CoefficientMethod(GradientMethod):
         Without it coefficients of few bases stay too small: AdamW moves them by the rate at most,
         means of tasks are shorter than task vectors, and M/T of the examples make fewer steps.
         """
-        assert self.plan.basis is not None
         return self.plan.basis.scale if self.method == "atlas" else 1.0
 
     def _own_facts(self) -> dict[str, Any]:
@@ -306,7 +305,6 @@ class CoefficientMethod(GradientMethod):
         of its tensors.
         """
         plan, basis, rows = self.plan, self.plan.basis, self.rows
-        assert basis is not None
         columns = bases_of(plan).shape[1]
         if self.method != "adamerging":  # a square has no gradient at 0
             start = 0.1 / self._scale if self.request.nonnegative else 0.0

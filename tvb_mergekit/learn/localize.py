@@ -60,7 +60,6 @@ class Localize(GradientMethod):
 
     def learn(self) -> None:
         request, plan, basis = self.request, self.plan, self.plan.basis
-        assert basis is not None
         matrix, wanted = bases_of(plan) * basis.scale, self._wanted(basis.scale)
         weights = torch.zeros(0)
         if request.store is not None:

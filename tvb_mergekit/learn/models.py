@@ -179,7 +179,6 @@ def base_names(plan: Plan) -> dict[str, str]:
 def bases_of(plan: Plan) -> Tensor:
     """The bases as combinations of the plan's vectors, [N, M] float64."""
     if plan.recipe.store is None:
-        assert plan.basis is not None
         return plan.basis.weighted_encoder
     return torch.diag(torch.tensor(plan.recipe.weights, dtype=torch.float64))
 
@@ -196,6 +195,9 @@ def mixtures_of(plan: Plan, mixture: Mixture) -> Tensor:
         UserError: W_e has negative entries, or a column without a positive one.
     """
     store, basis = plan.recipe.store, plan.basis
+    tasks = len(basis.tasks)
+    if mixture == "equal":
+        return torch.full((tasks, basis.num_bases), 1 / tasks).double()
     encoder: Tensor | None
     if store is None:
         assert isinstance(basis, Basis)
@@ -204,9 +206,6 @@ def mixtures_of(plan: Plan, mixture: Mixture) -> Tensor:
         encoder = store.encoder
         if encoder is not None:
             encoder = (encoder * store.shares)[:, list(plan.recipe.order)]
-    if mixture == "equal":
-        tasks = plan.recipe.tasks if store is None else store.tasks
-        return torch.full((len(tasks), bases_of(plan).shape[1]), 1 / len(tasks)).double()
     if encoder is None:
         raise _without_mixtures(plan, mixture)
     if mixture == "positive":

@@ -58,7 +58,6 @@ def learn(request: Request, dry: bool = False) -> CostEstimate:
                 stack.callback(lock(path).release)
             _check_places(request)  # another process may have written there
         plan.build()
-        assert plan.basis is not None
         began = time.perf_counter()
         if request.source is None:
             world.share(work.begin)

@@ -113,7 +113,6 @@ class Wemoe(GradientMethod):
 
     def learn(self) -> None:
         file, basis = self.outputs[0], self.plan.basis
-        assert basis is not None
         wanted = self._wanted(basis.scale)
         if self._is_finished(file, wanted):
             return
@@ -132,5 +131,4 @@ class Wemoe(GradientMethod):
         self._finish(history, wanted, lambda facts: kept.save(file, kept.LEARNED, found, facts))
 
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
-        assert plan.basis is not None
         merge_items(plan.basis, items, sink, plan.engine)

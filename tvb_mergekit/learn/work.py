@@ -186,7 +186,7 @@ class Work(ABC):
     @property
     def most_bases(self) -> int:
         """M, or an upper bound before the bases are built."""
-        recipe, basis = self.plan.recipe, self.plan.basis
+        recipe, basis = self.plan.recipe, self.plan.built
         if recipe.store is not None:
             return len(recipe.order)
         return most_bases(recipe.settings, len(recipe.tasks)) if basis is None else basis.num_bases

@@ -53,6 +53,7 @@ class Plan:
     Attributes:
         tokenizer: mergekit's `TokenizerInfo` of the merged model, if the recipe asks for one.
         config: The merged model's configuration.
+        built: The basis, after `build`.
         summing: The Gram matrix of a merge that does not need it before.
     """
 
@@ -64,13 +65,18 @@ class Plan:
     tokenizer: Any = None
     architecture: Any = None
     config: Any = None
-    basis: Combination | None = None
+    built: Combination | None = None
     learned: Learned | None = None
     summing: RunningSums | None = None
 
     @property
     def base(self) -> Checkpoint:
         return self.tensors.checkpoints[self.recipe.base]
+
+    @property
+    def basis(self) -> Combination:
+        assert self.built is not None
+        return self.built
 
     def items(self) -> list[Item]:
         """The tensors of the merged model for one pass, in the order of the base's files.
@@ -126,8 +132,8 @@ class Plan:
             tensor = item.whole(item.base) if name is None else self.base.tensor(name)
             if tensor.is_floating_point() and any(count_not_finite(tensor)):
                 raise UserError(not_finite(item.name, tensor))
-        self.basis = self._combination(late)
-        return self.basis
+        self.built = self._combination(late)
+        return self.built
 
     def _combination(self, late: bool) -> Combination:
         recipe, store = self.recipe, self.recipe.store
@@ -155,13 +161,12 @@ class Plan:
         Raises:
             UserError: As `build`, if the Gram matrix is summed now; a result overflows its dtype.
         """
-        assert self.basis is not None
         if self.learned is not None:
             self.learned.merge_into(self, sink, items)
             return
         merging.merge_items(self.basis, items, sink, self.engine, summing=self.summing)
         if self.summing is not None:
-            self.basis = self._warned(merging.basis_of(self.tasks, self.summing))
+            self.built = self._warned(merging.basis_of(self.tasks, self.summing))
 
     def note_unread(self) -> None:
         """Name the stored tensors that the merge did not need, once it is done."""

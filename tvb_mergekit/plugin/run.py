@@ -211,10 +211,9 @@ def _write_companions(plan: Plan, document: Document, folder: Path) -> None:
 
 def finish(stage: StagedFolder, plan: Plan, started: float, *, card: bool) -> None:
     """Write our files into the staged folder, publish the folder, and print the summary."""
-    basis = plan.basis
-    assert basis is not None
     plan.note_unread()
-    basis.seconds["merge"] = time.perf_counter() - started - sum(basis.seconds.values())
+    seconds = plan.basis.seconds
+    seconds["merge"] = time.perf_counter() - started - sum(seconds.values())
     facts, tensors = plan.report()
     report.write_files(stage.path, facts, tensors)
     if card:
