@@ -56,7 +56,7 @@ LOG = logging.getLogger(__name__)
 
 Warn = Callable[[str], object]
 # In STORE.partial: a checksum of the inputs, their Gram matrix, the finished tensors.
-STATE, SUMS, JOURNAL = "state.json", "sums.safetensors", "journal.jsonl"
+STATE, SUMS, JOURNAL = forms.WORKING
 
 
 def build_store(
