@@ -175,42 +175,54 @@ def hub() -> Iterator[HubServer]:
 
 
 DRIVER = """
-import json, sys
+import json, os, sys
 from click.testing import CliRunner
 from tvb_mergekit.cli import commands
-for words in json.load(sys.stdin):
-    if words[0] == "-c":
-        exec(words[1])
-        continue
-    done = CliRunner().invoke(commands.main, words)
-    print(json.dumps([done.exit_code, done.output]))
+for line in sys.stdin:
+    os.environ["HF_TOKEN"], *given = json.loads(line)
+    found = []
+    for words in given:
+        if words[0] == "-c":
+            names = {}
+            exec(words[1], names)
+            found.append([0, names.get("said")])
+        else:
+            done = CliRunner().invoke(commands.main, words)
+            found.append([done.exit_code, done.output])
+    print(json.dumps(found), flush=True)
 """
 
 
 @pytest.fixture(scope="module")
-def run(hub: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def run(hub: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Run commands, or Python code after `-c`, in one process, with the Hub at the server.
 
-    Returns the exit code and the output of each, or the line that the code prints.
+    Returns the exit code and the output of each, or what the code calls `said`. Another process
+    runs what is offline, because the libraries look at the variables when they are imported.
     """
-    home = tmp_path_factory.mktemp("home")
+    home, started = tmp_path_factory.mktemp("home"), {}
 
-    def run(
-        *commands: Sequence[object],
-        token: str | None = TOKEN,
-        offline: int = 0,
-        cache: Path = home,
-    ) -> list[Any]:
-        env = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(cache), "NO_PROXY": "*",
-               "HF_HUB_DISABLE_XET": "1", "TVB_MERGEKIT_CACHE": "off", "HF_TOKEN": token or "",
+    def run(*commands: Sequence[object], token: str = TOKEN, offline: int = 0) -> list[Any]:
+        env = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(home), "NO_PROXY": "*",
+               "HF_HUB_DISABLE_XET": "1", "TVB_MERGEKIT_CACHE": "off",
                "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": str(offline)}  # fmt: skip
-        given = json.dumps([[str(word) for word in words] for words in commands])
-        how: dict[str, Any] = {"env": env, "cwd": home, "capture_output": True, "text": True}
-        done = subprocess.run([sys.executable, "-c", DRIVER], input=given, **how)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return [json.loads(line) for line in done.stdout.splitlines()]
+        log = home / f"stderr-{offline}"
+        if offline not in started:
+            how: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+            how |= {"stderr": log.open("w"), "env": env, "cwd": home, "text": True}
+            started[offline] = subprocess.Popen([sys.executable, "-c", DRIVER], **how)
+        driver = started[offline]
+        driver.stdin.write(json.dumps([token, *([*map(str, c)] for c in commands)]) + "\n")
+        driver.stdin.flush()
+        line = driver.stdout.readline()
+        assert line, log.read_text()
+        found: list[Any] = json.loads(line)
+        return found
 
-    return run
+    yield run
+    for driver in started.values():
+        driver.kill()
+        driver.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +254,7 @@ def test_a_pushed_store_is_the_store_with_a_card(hub: HubServer, pushed: dict[st
 
 # Empties the cache, and lets the server note it.
 EMPTIED = ("-c", "import os, shutil, urllib.request as r; shutil.rmtree(os.environ['HF_HOME'] + "
-           "'/hub', True); r.urlopen(os.environ['HF_ENDPOINT'] + '/emptied')")  # fmt: skip
+           "'/hub', True); r.urlopen(os.environ['HF_ENDPOINT'] + '/emptied').close()")  # fmt: skip
 NEEDED: dict[str, tuple[str, list[str], str]] = {
     "a task": ("export STORE OUT --task math --base BASE", ["math"], "Written to"),
     "an adapter": ("export STORE OUT --task math --lora --rank 2 --base BASE", ["math"], "rank"),
@@ -262,9 +274,11 @@ def test_only_what_a_command_needs_is_downloaded(
         for k, (line, _, _) in enumerate(NEEDED.values())
     ]
     before = len(hub.sent)
-    found = run(*(each for command in commands for each in (command, EMPTIED)), cache=tmp_path)
-    downloads = " ".join(hub.sent[before:]).split("|")[:-1]
-    for (_, folders, said), (_, told), sent in zip(NEEDED.values(), found, downloads, strict=True):
+    _, *found = run(EMPTIED, *(each for command in commands for each in (command, EMPTIED)))
+    downloads, answers = " ".join(hub.sent[before:]).split("|")[1:-1], found[::2]
+    for (_, folders, said), (_, told), sent in zip(
+        NEEDED.values(), answers, downloads, strict=True
+    ):
         assert said in told
         assert {name.partition("/")[0] for name in sent.split() if "/" in name} == {*folders}
         basis = {name for name in sent.split() if "/" not in name}
@@ -283,7 +297,7 @@ def test_commands_read_the_hub_and_only_what_they_need(
         "import transformers, tvb_mergekit as t; "
         "m = transformers.AutoModelForCausalLM.from_pretrained('org/base'); "
         f"live = t.attach(m, {store!r}); live.use('math'); live.verify(); "
-        "print(json.dumps([0, str(live.tasks)]))"
+        "said = str(live.tasks)"
     )
     found = run(
         ("export", store, tmp_path / "math", "--task", "math"),
@@ -294,7 +308,7 @@ def test_commands_read_the_hub_and_only_what_they_need(
         ("merge", pushed["store"], here, "--method", "add", "--quiet"),
     )  # fmt: skip
     words = ("merge", store, there, "--method", "add", "--base", pushed["base"], "--quiet")
-    (offline,) = run(words, token=None, offline=1)  # mergekit asks the Hub for a base by name
+    (offline,) = run(words, token="", offline=1)  # mergekit asks the Hub for a base by name
     assert [code for code, _ in (*found, offline)] == [0] * 6, found
     assert "T = 2 task vectors" in found[1][1] and found[3][1] == str([*TASKS[:2]])
     for one, other in ((tmp_path / "math", pushed["math"]), (here, there)):
