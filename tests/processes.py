@@ -38,8 +38,10 @@ MAINS = {
     "mergekit-pytorch": "mergekit.scripts.merge_raw_pytorch",
 }
 PRELOADED = (
-    *("processes", *MAINS.values(), "tvb_mergekit.cli.inspect"),
-    *(f"tvb_mergekit.{name}" for name in ("plugin.run", "store.build", "store.add")),
+    *("processes", *MAINS.values(), "transformers.models.llama.configuration_llama"),
+    *(f"tvb_mergekit.{name}" for name in ("cli.inspect", "plugin.inputs", "plugin.run")),
+    *(f"tvb_mergekit.store.{name}" for name in ("build", "add", "sparse")),
+    "preloaded",
 )
 Fault = Callable[[], object]
 
