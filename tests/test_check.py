@@ -133,7 +133,11 @@ def test_disk_is_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     tiny.family(tmp_path, lambda: tiny.llama(vocab_size=8000), ("a", "b", "c"), tokenizer=False)
     monkeypatch.chdir(tmp_path)
     for number, (parameters, dtype) in enumerate(
-        [({}, "float32"), ({"basis": "pca", "num_bases": 2}, "bfloat16"), ({"energy": 1.0}, None)]
+        [
+            ({}, "float32"),
+            ({"basis": "pca", "num_bases": 2}, "bfloat16"),
+            ({"basis": "pca", "energy": 1.0}, None),
+        ]
     ):
         said = check(recipe(parameters, dtype=dtype or ...), "--out", "out")
         merged, stored = re.findall(r"([\d.]+) MB(?: in float32|, a store)", said)

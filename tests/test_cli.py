@@ -130,6 +130,8 @@ def test_help() -> None:
 
 def stand_in_tasks(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`copa` and `rte`, of a few items."""
+    from lm_eval.tasks import TaskManager
+
     from tvb_mergekit.tune import harness
 
     for place, name in enumerate(("copa", "rte")):
@@ -146,7 +148,8 @@ def stand_in_tasks(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [Path(name) for name in ("math", "code", "safety")]
     made_of = recipe("basis_negate", Path("base"), folders, **forget)
     (here / "forget.yml").write_text(yaml.safe_dump(made_of))
-    manager = harness.manager([str(here / "tasks")], {})
+    # lm-eval reads ten thousand YAML files for its own list of tasks
+    manager = TaskManager(include_path=str(here / "tasks"), include_defaults=False)
     monkeypatch.setattr(harness, "manager", lambda path, metadata: manager)
 
 
@@ -154,8 +157,8 @@ def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_tasks(here, monkeypatch)
     monkeypatch.setattr("tvb_mergekit.hub.push", lambda *given: "an address")
     (here / "store").rename(here / "built")
-    for recipe_of, basis in (("two", "none"), ("other", "ae")):
-        made = recipe("basis_ta", Path("base"), [Path("math"), Path("code")], basis=basis)
+    for recipe_of, keys in (("two", {"basis": "none"}), ("other", {"basis": "ae", "steps": 20})):
+        made = recipe("basis_ta", Path("base"), [Path("math"), Path("code")], **keys)
         (here / f"{recipe_of}.yml").write_text(yaml.safe_dump(made))
     for data in ("m", "c"):
         (here / f"{data}.jsonl").write_text('{"prompt": "t3 ", "response": "t4 t5"}\n')

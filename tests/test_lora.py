@@ -430,7 +430,7 @@ def test_dora_and_trained_modules_are_fused_instead(adapters: Models, tmp_path: 
     expected = changes(model.merge_and_unload(), base), dora
     for adapter, change in zip((trained, tmp_path / "dora"), expected, strict=True):
         models = [adapters.listed[0], f"{base}+{adapter}"]
-        file = commands.write(recipe("basis_ta", base, models), tmp_path / "r")
+        file = commands.write(recipe("basis_ta", base, models, basis="balanced"), tmp_path / "r")
         for command in (("build", file, out), ("check", file), ("inspect", file)):
             said = refused(*command)
             assert str(adapter) in said and "--fuse --lora-merge-cache DIR" in said
