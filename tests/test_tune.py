@@ -79,7 +79,7 @@ def facts(out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("method", "values", "limit"), [("basis_ta", (0.3, 0.9), 40), ("task_arithmetic", (0.35,), 10)]
+    ("method", "values", "limit"), [("basis_ta", (0.3, 0.9), 12), ("task_arithmetic", (0.35,), 4)]
 )
 def test_points_are_what_separate_runs_give(method, values, limit, tmp_path):
     """mergekit-yaml, then lm_eval on the items that chose."""
@@ -120,7 +120,7 @@ def test_merged_with_what_was_found(method, tmp_path, caplog):
     """dare draws at random: it is merged point by point, with the seed in tuned.yml."""
     path, out = write(tmp_path, quick(method, lambda_=0.1)), tmp_path / "out"
     path.write_text(textwrap.indent(path.read_text(), "  "))  # YAML too
-    said = tvb(*words(path, out, "--limit", 4, "--grid", "0.2,0.4", "--write", tmp_path / "model"))
+    said = tvb(*words(path, out, "--limit", 2, "--grid", "0.2,0.4", "--write", tmp_path / "model"))
     assert "lambda" in said.stdout and str(out) in said.stdout and "Merged into" in said.stdout
     text = (out / "tuned.yml").read_text()
     random = method == "dare_ties"
@@ -134,14 +134,17 @@ def test_merged_with_what_was_found(method, tmp_path, caplog):
 
 
 def test_a_kill_and_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files are equal, nothing is scored twice, and a line that was cut is scored again."""
+    """The files are equal, nothing is scored twice, and a line that was cut is scored again.
+
+    Scores of another tuning are not taken.
+    """
     path = write(tmp_path, quick())
-    more = ("--limit", 4, "--grid", "0:1:0.25")
+    more = ("--limit", 3, "--grid", "0:1:0.5")
     tvb(*words(path, tmp_path / "whole", *more))
     score, out = mock.Mock(wraps=harness.score), tmp_path / "out"
 
     def killed(*args: Any) -> Scored:
-        if score.call_count == 5:
+        if score.call_count == 4:
             raise KeyboardInterrupt
         return score(*args)
 
@@ -150,42 +153,34 @@ def test_a_kill_and_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "The same command goes on." in said.stderr
     assert not (out / ".work").exists() and not (out / "tune.json").exists()
     file = out / "points.jsonl"
-    assert len(file.read_text().splitlines()) == 1 + 5
+    assert len(file.read_text().splitlines()) == 1 + 4
     file.write_text(file.read_text()[:-20])
     (out / ".work" / "model").mkdir(parents=True)  # of a process that was killed
     score.reset_mock()
     monkeypatch.setattr(harness, "score", score)
     tvb(*words(path, out, *more))
-    assert score.call_count == 10 - 4 and not (out / ".work").exists()
+    assert score.call_count == 6 - 3 and not (out / ".work").exists()
     for name in FILES - {"points.jsonl"}:
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
-    # all is there: no model is merged or loaded
+    # all is there: no model is merged or loaded; the number that is searched is none
     score.reset_mock()
     monkeypatch.setattr(MovingModel, "at", None)
+    write(tmp_path, quick(lambda_=0.9))
     tvb(*words(path, out, *more))
-    assert not score.called
-
-
-def test_scores_of_another_tuning_are_not_taken(tmp_path: Path) -> None:
-    path, out = write(tmp_path, quick()), tmp_path / "out"
-    more = ("--limit", 2, "--grid", "0.2")
-    tvb(*words(path, out, *more))
-    tvb(*words(path, out, "--limit", 2, "--grid", "0.2,0.3"))  # more points, the same tuning
-    assert len(facts(out)["points"]) == 2
-    said = refused(*words(path, out, "--limit", 3, "--grid", "0.2"))
+    tvb(*words(path, out, "--limit", 3, "--grid", "0,1"))  # fewer points, the same tuning
+    assert not score.called and len(facts(out)["points"]) == 2
+    said = refused(*words(path, out, "--limit", 2, "--grid", "0"))
     assert "holds scores of another tuning (tasks differ)" in said
     write(tmp_path, quick(exclude="lm_head"))
     assert "(recipe differ)" in refused(*words(path, out, *more))
-    write(tmp_path, quick(lambda_=0.9))  # the number that is searched is none
-    tvb(*words(path, out, *more))
 
 
 def test_forgetting_one_task(tmp_path: Path) -> None:
     """The rule, on the scores of the file."""
     document = quick("basis_negate", num_bases=6, forget="upper", alpha=1.0, lambda_=0.35)
     path, out = write(tmp_path, document), tmp_path / "out"
-    controls = [f"--control=quickstart_{other}" for other in ("copy", "sort", "double")]
-    tvb(*words(path, out, *controls, "--limit", 10, "--grid", "0:1:0.25", tasks="quickstart_upper"))
+    controls = [f"--control=quickstart_{other}" for other in ("copy", "double")]
+    tvb(*words(path, out, *controls, "--limit", 8, "--grid", "0:1:0.5", tasks="quickstart_upper"))
     found = facts(out)
     assert found["coefficient"] == "alpha"
     rows = {row["alpha"]: row for row in found["points"]}
@@ -196,7 +191,7 @@ def test_forgetting_one_task(tmp_path: Path) -> None:
     assert yaml.safe_load((out / "tuned.yml").read_text())["parameters"]["alpha"] == best
     assert rows[best]["score"]["value"] < 0.5 < rows[0.0]["score"]["value"]
     write(tmp_path, quick("basis_negate", num_bases=6, forget="upper", alpha=1.0))  # from the base
-    said = refused(*words(path, tmp_path / "base", "--control", "quickstart_sum", "--limit", 10,
+    said = refused(*words(path, tmp_path / "base", "--control", "quickstart_sum", "--limit", 8,
                           tasks="quickstart_upper"))  # fmt: skip
     assert "the score is 0 at alpha 0 already: nothing to keep" in said
 
@@ -219,7 +214,7 @@ def test_golden_section_of_shares_of_the_specialists(tmp_path: Path) -> None:
 def test_a_line_that_does_not_lead_there(tmp_path, caplog, monkeypatch):
     """The line is compared with a merge by mergekit before it is used."""
     path = write(tmp_path, quick())
-    more = ("--limit", 4, "--grid", "0.2,0.5")
+    more = ("--limit", 2, "--grid", "0.2,0.5")
     tvb(*words(path, tmp_path / "out", *more))
     usual = TunedRecipe.draw
     for changed, name, new, said in (
@@ -285,7 +280,7 @@ def test_which_items_choose(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     names = ("tt_both", "tt_test", "tt_only")
     metrics = [f"--metric={name}:acc,none" for name in names] + ["--metric=tt_both:acc_norm,none"]
     path = write(tmp_path, quick())
-    tvb(*words(path, out, "--grid", "0.2,1", "--limit", 16, "--subsample", *metrics,
+    tvb(*words(path, out, "--grid", "1", "--limit", 16, "--subsample", *metrics,
                tasks="tt_many", place=tasks))  # fmt: skip
     found = facts(out)
     assert list(found["tasks"]) == ["tt_both", "tt_test", "tt_only", "tt_one"]
