@@ -470,16 +470,16 @@ def test_mistakes_are_one_line(small: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ]  # fmt: skip
 
 
-def test_as_a_user_types(small: Path) -> None:
+def test_as_a_user_types(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process and in one of its own, with equal files."""
     pytest.importorskip("matplotlib")
-    words = [str(Path(sys.executable).with_name("tvb")), "score", "TA=ta", "A|E*=ae"]
-    env = os.environ | {"COLUMNS": "100"}
-    kept = []
-    for out in ("one", "two"):
-        done = subprocess.run([*words, "--base", "base", *SFT, "--out", out], env=env,
-                              capture_output=True, text=True)  # fmt: skip
-        assert done.returncode == 0 and done.stderr == "", done.stderr
-        kept.append({path.name: path.read_bytes() for path in Path(out).iterdir()})
+    monkeypatch.setenv("COLUMNS", "100")
+    words = ["TA=ta", "A|E*=ae", "--base", "base", *SFT, "--out"]
+    run(*words, "one")
+    command = [str(Path(sys.executable).with_name("tvb")), "score", *words, "two"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    kept = [{path.name: path.read_bytes() for path in Path(o).iterdir()} for o in ("one", "two")]
     assert kept[0] == kept[1]
     assert sorted(kept[0]) == [
         "radar.png", "radar.svg", "scores.html", "scores.json", "scores.md",
@@ -522,24 +522,28 @@ def test_as_a_user_types(small: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", "scores.html scores.md scores.json radar.svg radar.png".split())
-def test_files_of_others_stay(small: Path, name: str) -> None:
+def test_files_of_others_stay(small: Path) -> None:
     pytest.importorskip("matplotlib")
     words = ("ta", *SFT, "--out", "out")
-    for place in (Path("out", name), Path("out", name, "x")):  # a folder, empty or not
-        place.mkdir(parents=True)
-        assert f"cannot write {Path('out', name)}: " in refused("score", *words)
-        assert [each.name for each in Path("out").iterdir()] == [name]
-    shutil.rmtree("out")
+    names = "scores.html scores.md scores.json radar.svg radar.png".split()
+    for name in names:
+        for place in (Path("out", name), Path("out", name, "x")):  # a folder, empty or not
+            place.mkdir(parents=True)
+            assert f"cannot write {Path('out', name)}: " in refused("score", *words)
+            assert [each.name for each in Path("out").iterdir()] == [name]
+        shutil.rmtree("out")
     run(*words)
     run(*words)  # its own are replaced
-    foreign = Path("out", name)
-    foreign.write_bytes(b"<h1>tvb score of the thesis</h1>\xff")
-    told = f"cannot write {foreign}: tvb score did not make it; name another --out"
-    assert refused("score", *words) == f"Error: {told}\n"
-    assert foreign.read_bytes() == b"<h1>tvb score of the thesis</h1>\xff"
-    if name.startswith("radar"):
-        run(*words, "--radar", "none")
+    for name in names:
+        foreign = Path("out", name)
+        own = foreign.read_bytes()
+        foreign.write_bytes(b"<h1>tvb score of the thesis</h1>\xff")
+        told = f"cannot write {foreign}: tvb score did not make it; name another --out"
+        assert refused("score", *words) == f"Error: {told}\n"
+        assert foreign.read_bytes() == b"<h1>tvb score of the thesis</h1>\xff"
+        if name.startswith("radar"):
+            run(*words, "--radar", "none")
+        foreign.write_bytes(own)
 
 
 @pytest.mark.parametrize(("width", "encoding"), [(30, "utf-8"), (80, "ascii"), (300, "utf-8")])
