@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import click
+from test_cli import every_command
 
-from tvb_mergekit.cli.commands import main
 from tvb_mergekit.settings import ALL_KEYS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,15 +20,12 @@ PAGES = MANUAL | {
 CODE = re.compile(r"^```.*?^```|^    .*?$|`[^`\n]+`", re.M | re.S)
 
 
-def commands(group: click.Group, before: str = "") -> dict[str, click.Command]:
-    """Pattern of the words -> command; those of a group stand behind its arguments."""
-    found: dict[str, click.Command] = {}
-    for name, command in group.commands.items():
-        if isinstance(command, click.Group):
-            found |= commands(command, f"{before}{name} " + r"\S+ " * len(command.params))
-        else:
-            found[before + name] = command
-    return found
+# Pattern of the words -> command; those of a group stand behind its arguments
+COMMANDS = {
+    re.sub("[A-Z]+", r"\\S+", words): command
+    for words, command in every_command().items()
+    if not isinstance(command, click.Group)
+}
 
 
 def anchors(text: str) -> set[str]:
@@ -60,7 +57,7 @@ def test_modules_named_in_the_manual_exist() -> None:
 
 def test_the_manual_names_every_command_and_key() -> None:
     text = "".join(MANUAL.values())
-    assert [name for name in commands(main) if not re.search(f"tvb {name}", text)] == []
+    assert [name for name in COMMANDS if not re.search(f"tvb {name}", text)] == []
     assert [key for key in ALL_KEYS if f"`{key}`" not in text] == []
     assert len(PAGES[ROOT / "README.md"].splitlines()) <= 200
 
@@ -71,14 +68,13 @@ def test_the_readme_installs_the_torch_that_the_project_needs() -> None:
 
 
 def test_commands_in_the_manual_exist_with_their_options() -> None:
-    known = commands(main)
     wrong = []
     for page, text in PAGES.items():
         for line in re.findall(r"\btvb ([a-z][^`\n#;&|]*)", text.replace("\\\n", " ")):
-            name = next((n for n in known if re.match(f"{n}( |$)", line)), None)
+            name = next((n for n in COMMANDS if re.match(f"{n}( |$)", line)), None)
             options = re.findall(r"(?<!\S)--?[a-z][\w-]*", line)
             mine = (
-                {o for p in known[name].params for o in (*p.opts, *p.secondary_opts)}
+                {o for p in COMMANDS[name].params for o in (*p.opts, *p.secondary_opts)}
                 if name
                 else {}
             )

@@ -5,7 +5,6 @@ the recipe changes.
 """
 
 import importlib
-import importlib.util
 import json
 import os
 import re
@@ -13,7 +12,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -157,17 +155,9 @@ def test_shipped_models_are_small_llamas() -> None:
         assert model.config.eos_token_id == tokenizer.eos_token_id
 
 
-def load_make_models() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_models", QUICKSTART / "make_models.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_models"] = module  # its dataclass looks itself up there
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_held_out_items_are_right_and_disjoint() -> None:
-    made = load_make_models()
+def test_held_out_items_are_right_and_disjoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(QUICKSTART)
+    made = importlib.import_module("make_models")
     assert list(made.TASKS) == SHIPPED[1:]
     for task, functions in made.TASKS.items():
         for split, suffix, count in (("test", "", 200), ("val", ".val", 100)):
