@@ -177,9 +177,11 @@ def hub() -> Iterator[HubServer]:
 DRIVER = """
 import json, os, sys
 from click.testing import CliRunner
+from huggingface_hub import constants
 from tvb_mergekit.cli import commands
 for line in sys.stdin:
-    os.environ["HF_TOKEN"], *given = json.loads(line)
+    os.environ["HF_TOKEN"], constants.HF_HUB_OFFLINE, *given = json.loads(line)
+    os.environ["HF_HUB_OFFLINE"] = str(int(constants.HF_HUB_OFFLINE))
     found = []
     for words in given:
         if words[0] == "-c":
@@ -197,32 +199,28 @@ for line in sys.stdin:
 def run(hub: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Run commands, or Python code after `-c`, in one process, with the Hub at the server.
 
-    Returns the exit code and the output of each, or what the code calls `said`. Another process
-    runs what is offline, because the libraries look at the variables when they are imported.
+    Returns the exit code and the output of each, or what the code calls `said`.
     """
-    home, started = tmp_path_factory.mktemp("home"), {}
+    home = tmp_path_factory.mktemp("home")
+    env = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(home), "NO_PROXY": "*",
+           "HF_HUB_DISABLE_XET": "1", "TVB_MERGEKIT_CACHE": "off", "HF_HUB_OFFLINE": "0",
+           "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # fmt: skip
+    how: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    how |= {"stderr": (home / "log").open("w"), "env": env, "cwd": home, "text": True}
+    driver: Any = subprocess.Popen([sys.executable, "-c", DRIVER], **how)
 
-    def run(*commands: Sequence[object], token: str = TOKEN, offline: int = 0) -> list[Any]:
-        env = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(home), "NO_PROXY": "*",
-               "HF_HUB_DISABLE_XET": "1", "TVB_MERGEKIT_CACHE": "off",
-               "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": str(offline)}  # fmt: skip
-        log = home / f"stderr-{offline}"
-        if offline not in started:
-            how: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-            how |= {"stderr": log.open("w"), "env": env, "cwd": home, "text": True}
-            started[offline] = subprocess.Popen([sys.executable, "-c", DRIVER], **how)
-        driver = started[offline]
-        driver.stdin.write(json.dumps([token, *([*map(str, c)] for c in commands)]) + "\n")
+    def run(*commands: Sequence[object], token: str = TOKEN, offline: bool = False) -> list[Any]:
+        words = [[*map(str, command)] for command in commands]
+        driver.stdin.write(json.dumps([token, offline, *words]) + "\n")
         driver.stdin.flush()
         line = driver.stdout.readline()
-        assert line, log.read_text()
+        assert line, (home / "log").read_text()
         found: list[Any] = json.loads(line)
         return found
 
     yield run
-    for driver in started.values():
-        driver.kill()
-        driver.communicate()
+    driver.kill()
+    driver.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -308,7 +306,7 @@ def test_commands_read_the_hub_and_only_what_they_need(
         ("merge", pushed["store"], here, "--method", "add", "--quiet"),
     )  # fmt: skip
     words = ("merge", store, there, "--method", "add", "--base", pushed["base"], "--quiet")
-    (offline,) = run(words, token="", offline=1)  # mergekit asks the Hub for a base by name
+    (offline,) = run(words, token="", offline=True)  # mergekit asks the Hub for a base by name
     assert [code for code, _ in (*found, offline)] == [0] * 6, found
     assert "T = 2 task vectors" in found[1][1] and found[3][1] == str([*TASKS[:2]])
     for one, other in ((tmp_path / "math", pushed["math"]), (here, there)):
