@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from unittest import mock
 import pytest
 import torch
 from commands import recipe, settings, write
-from modes import in_every_thread
 from passing import combine, gram_of
 from tiny import family, llama
 from torch import Tensor
@@ -30,7 +29,7 @@ from tvb_mergekit.core.gram import Sketch
 from tvb_mergekit.core.quantize import Width
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import resolve_settings
-from tvb_mergekit.tensors import merging, passes
+from tvb_mergekit.tensors import merging, passes, stream
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import BLOCK, READ, Needs, parse_memory, plan_layout
 from tvb_mergekit.tensors.merging import build_basis, merge_items, one_pass
@@ -78,6 +77,29 @@ class HighWater(TorchDispatchMode):
             cls.alive[place] -= 1
             if not cls.alive[place]:
                 cls.now -= size
+
+
+@contextmanager
+def in_every_thread(mode: Callable[[], TorchDispatchMode]) -> Iterator[None]:
+    """Within it `mode` is entered in this thread, and once wherever `stream` makes what a thread
+    reads and computes with."""
+    local = threading.local()
+    local.entered = True
+
+    def watching(kind: type) -> Any:
+        original: Callable[..., None] = kind.__init__  # type: ignore[misc]
+
+        def watched(self: object, *args: Any, **keys: Any) -> None:
+            if not hasattr(local, "entered"):
+                local.entered = mode().__enter__()
+            original(self, *args, **keys)
+
+        return mock.patch.object(kind, "__init__", watched)
+
+    with ExitStack() as stack:
+        stack.enter_context(watching(stream.PieceBuffer))
+        stack.enter_context(mode())
+        yield
 
 
 @contextmanager
