@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from worlds import World
 
 import tvb_mergekit as tvb
-from tvb_mergekit.store import api
+from tvb_mergekit.store import api, attaching
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 State = dict[str, Tensor]
@@ -231,8 +231,9 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
 
 
 def test_doctests() -> None:
-    found = doctest.testmod(api)
-    assert found.attempted >= 4 and not found.failed
+    for module, least in ((api, 4), (attaching, 6)):
+        found = doctest.testmod(module)
+        assert found.attempted >= least and not found.failed
 
 
 def test_importing_is_cheap() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import doctest
 import os
 import shutil
 import threading
@@ -27,7 +26,6 @@ from transformers import AutoModel, AutoModelForCausalLM
 from worlds import EMBEDDING, HEAD, MIXED, THREE, TIED, hub
 
 import tvb_mergekit as library
-from tvb_mergekit.store import attaching
 from tvb_mergekit.store import live as live_
 from tvb_mergekit.store.attaching import attach
 from tvb_mergekit.store.store import Bases
@@ -644,8 +642,3 @@ def test_any_sequence_against_float64(steps: list[tuple[str, Any]]) -> None:
             live.reset()
             now = {}
         assert_at(now)
-
-
-def test_doctests() -> None:
-    found = doctest.testmod(attaching)
-    assert found.attempted >= 6 and not found.failed
