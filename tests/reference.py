@@ -10,11 +10,13 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.linalg import expm
+from tiny import load
 from torch import Tensor
 
 from tvb_mergekit.core.gram import Sketch
@@ -39,6 +41,12 @@ class Dense:
         self.theta = flat(self.base, self.names)
         columns = [flat(model, self.names) - self.theta for model in self.models]
         self.tau = np.stack(columns, axis=1) * np.array(self.weights or [1.0] * len(columns))
+
+    @classmethod
+    def of(cls, base: Path, models: Sequence[Path], weights: Sequence[float] = ()) -> "Dense":
+        """All tensors of checkpoints."""
+        first, *others = (load(path) for path in (base, *models))
+        return cls(first, others, list(first), weights)
 
     @property
     def gram(self) -> Array:

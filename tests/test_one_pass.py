@@ -120,15 +120,9 @@ def test_reads_and_bits(
     for other in (again, plain):
         assert_same(found, other)
         same_report(found, other)
-    dense = dense_of(base, models)
-    gram = found.basis["gram"]
-    assert np.abs(gram - dense.gram).max() <= 1e-6 * np.trace(dense.gram)
-
-
-def dense_of(base: Path, models: list[Path]) -> Dense:
-    states = [load(path) for path in (base, *models)]
     weights = [OWN.get(number, {}).get("weight", 1.0) for number in range(len(models))]
-    return Dense(states[0], states[1:], list(states[0]), weights)
+    dense, gram = Dense.of(base, models, weights), found.basis["gram"]
+    assert np.abs(gram - dense.gram).max() <= 1e-6 * np.trace(dense.gram)
 
 
 def same_report(one: Result, other: Result) -> None:
@@ -175,11 +169,6 @@ def test_a_fault_leaves_nothing(
     line = refused("merge", write(document, tmp_path / "out"), tmp_path / "out", "--quiet")
     assert FAULTS[value] in line
     assert {path.name for path in tmp_path.iterdir()} == before
-
-
-def test_no_tensor_to_merge(inputs: dict[str, Inputs], tmp_path: Path) -> None:
-    document = recipe("basis_ta", *inputs["16 bits"], **HALF, exclude=".")
-    assert "no tensor takes part" in merge(document, tmp_path / "out", fails=True).output
 
 
 def test_sums_of_very_many_tasks_have_a_pass(inputs: dict[str, Inputs], tmp_path: Path) -> None:

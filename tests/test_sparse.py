@@ -229,8 +229,7 @@ class World:
 
     @property
     def dense(self) -> reference.Dense:
-        base, *states = [load(model) for model in (self.base, *self.models)]
-        return reference.Dense(base, states, list(base), [2.0, 1.0, 1.0])
+        return reference.Dense.of(self.base, self.models, [2.0, 1.0, 1.0])
 
 
 def _masked(item: Item, column: Tensor) -> Tensor:

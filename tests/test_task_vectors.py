@@ -357,18 +357,11 @@ def test_an_accelerator_decodes_the_same(llamas: Models, tmp_path: Path) -> None
 
 MISTAKES: dict[str, tuple[str, str]] = {
     "bits": ("build {r} {o} --bits 9", "--bits 9: expected 8, 4, 3, 2, 1, or less than 2"),
-    "both": ("build {r} {o} --bits 2 --size 1GB", "either bits or a size"),
     "too small": ("build {r} {o} --size 6KB", "6,000 bytes: the other files"),
     "a sample joins": ("add {z} {m} --task new --bits 0.5", "a sample does not join the codes"),
-    "with a dtype": ("build {r} {o} --bits 2 --dtype float16", "choose one of --lossless, --keep"),
-    "compress alone": (
-        "add {z} {m} --task new --compress ae",
-        "keeps all tasks; --budget M",
-    ),
+    "compress alone": ("add {z} {m} --task new --compress ae", "keeps all tasks; --budget M"),
     "with a budget": ("add {z} {m} --task new --bits 2 --budget 3", "with none of --budget"),
     "no such task": ("remove {z} --task mth", "did you mean `math`?"),
-    "where": ("export {z} {o} --all {o}", "name one output folder"),
-    "no store": ("add {o} {m} --task new --base {m}", "a new one needs --base BASE"),
 }
 
 
