@@ -13,7 +13,7 @@ import torch
 from commands import refused, tvb
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_learn import TASKS, Case, data_words
+from test_learn import TASKS, Case, data_words, facts
 from tiny import gpt2, llama, load
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -83,8 +83,7 @@ def padded(prompts: Sequence[Sequence[int]], left: bool) -> dict[str, Tensor]:
     return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks)}
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize(("make", "depth"), [(llama, 1), (gpt2, 2)])
 def test_a_batch_is_what_dense_models_give_one_by_one(make: Any, depth: int) -> None:
     there = made(make, depth)
     model, before = there.model, {n: p.clone() for n, p in there.model.named_parameters()}
@@ -159,8 +158,7 @@ def test_gradients_of_a_combination(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.autograd.gradcheck(routing.product, given)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("loss", [response_loss, entropy])
+@pytest.mark.parametrize(("depth", "loss"), [(1, response_loss), (2, response_loss), (2, entropy)])
 def test_gradients_of_routers_are_finite_differences(depth: int, loss: Any) -> None:
     """GPT-2 in float64; the prompts of a batch have two, three and one tokens."""
     there = made(gpt2, depth)
@@ -225,11 +223,6 @@ def attached(folder: Path) -> Routed:
 
 def held_in(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "basis" / "learned" / "routers.safetensors")
-
-
-def facts(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "basis" / "learned.json").read_text())
-    return found
 
 
 def loss_of(model: nn.Module, data: Mapping[str, Any], live: Routed | None = None) -> float:
