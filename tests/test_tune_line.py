@@ -42,6 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mergekit's ties": ("ties", {"density": 0.4, "lambda": [0.5, 1.0]}),
     "breadcrumbs": ("breadcrumbs", {"density": 0.8}),
 }  # fmt: skip
+WHOLE = ("sum", "ties", "iso", "forget", "mergekit's ties")  # at every point
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SLOW = pytest.mark.slow
 STORED = ["mixed", *(pytest.param(dtype, marks=SLOW) for dtype in ("bfloat16", "float32"))]
@@ -90,11 +91,13 @@ def test_every_point_is_what_mergekit_writes(case, models, tmp_path, monkeypatch
     assert tuned.linear
     points = {}
     # outputs in every dtype, of points on both sides of 1; mergekit's `dtype` is its arithmetic's
-    for point, dtype in zip((0.35, 1.0, 1.7), DTYPES, strict=True):
+    every = list(zip((0.35, 1.0, 1.7), DTYPES, strict=True))
+    place = list(CASES).index(case)
+    for point, dtype in every if case in WHOLE else every[place % 3 :][:1]:
         document = tuned.at(point) | ({"dtype": dtype} if ours else {"out_dtype": dtype})
         points[point] = merge(document, tmp_path / dtype).tensors
     moved = moved_as_merged(tuned, tmp_path / "line", points)
-    assert moved == len(points[1.0]) - (2 if case == "some left out" else 0)
+    assert moved == len(points[point]) - (2 if case == "some left out" else 0)
 
 
 @pytest.mark.parametrize("what", ["a store", "adapters", "a layer taken twice"])
