@@ -1,6 +1,6 @@
 """Small local data sets and a scripted model, for lm_eval's own command without a network.
 
-Run as a program this is the stock `lm_eval`, with one more model:
+Run as a program this is the stock `lm_eval`, with one more model and few of its own tasks:
 
     python scripted.py run --model scripted --model_args script=answers.json --tasks ...
 
@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 MERGEBENCH = Path(__file__).resolve().parent.parent
+STOCK = ("ifeval", "gsm8k", "mmlu", "lambada", "okapi")  # folders of lm-eval's own tasks
 Row = dict[str, Any]
 
 
@@ -85,6 +86,7 @@ def namespaces() -> bool:
 
 
 def main() -> None:
+    import lm_eval.tasks
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import LM
@@ -119,6 +121,14 @@ def main() -> None:
         def tokenizer_name(self) -> str:
             return "scripted"
 
+    # Of its own ten thousand YAML files it reads those of the tasks that ours are compared with.
+    folders = [Path(lm_eval.tasks.__file__).parent / name for name in STOCK]
+    whole = lm_eval.tasks.TaskManager
+
+    def few(include_path: str, **keys: Any) -> Any:
+        return whole(include_path=[include_path, *folders], include_defaults=False, **keys)
+
+    lm_eval.tasks.TaskManager = few  # type: ignore[misc,assignment]
     cli_evaluate()
 
 
