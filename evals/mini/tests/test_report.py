@@ -99,15 +99,18 @@ def test_best_and_missing_numbers(mini: SimpleNamespace, records: list[Record]) 
     ("<!-- mini: full_negation -->\n<!-- mini: full_negation -->\n<!-- end -->\n",
      "line 1: no <!-- end --> after this table"),
 ])  # fmt: skip
-def test_marks_of_a_page(mini, records, tmp_path, text, message):
+def test_marks_of_a_page(mini, tmp_path, text, message):
+    from study.report import write_study
+
     page, out = tmp_path / "page.md", tmp_path / "out"
     page.write_text(text)
+    sheet = SimpleNamespace(markdown=lambda: "| new |\n", plain=lambda: {})
+    given = ("mini", [], {"full_negation": [sheet], "lora_negation": []}, {}, out, page)
     if message is None:
         for _ in range(2):
-            mini.sheets.write(records, out, page)
-            (made,) = mini.sheets.sheets.negation(runs_of(mini, records))
-            assert page.read_text() == text.replace("old\n\n| old |", f"\n{made.markdown()}", 1)
+            write_study(*given)
+            assert page.read_text() == text.replace("old\n\n| old |", "\n| new |\n", 1)
     else:
         with pytest.raises(click.ClickException, match=message):
-            mini.sheets.write(records, out, page)
+            write_study(*given)
         assert page.read_text() == text and not out.exists()
