@@ -1,5 +1,6 @@
 """evals/mini/study.py: every part on `micro`, `tiny` as typed (slow), cells and controls."""
 
+import importlib
 import json
 import math
 import os
@@ -33,8 +34,12 @@ def test_the_study(mini: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_p
            "SINGLE": ("opcm",)}  # fmt: skip
     for name, value in few.items():
         monkeypatch.setattr(mini.plan, name, value)
-    ways = mini.kinds.learned.WAYS
+    autoencoder: Any = importlib.import_module("tvb_mergekit.core.encoders.autoencoder")
+    train, ways = autoencoder._train, mini.kinds.learned.WAYS
+    monkeypatch.setattr(autoencoder, "_train", lambda gram, count, settings: train(
+        gram, count, settings.model_copy(update={"steps": 20})))  # fmt: skip
     monkeypatch.setattr(mini.kinds.learned, "WAYS", {how: ways[how] for how in ("ta", "regmean")})
+    monkeypatch.setattr(mini.kinds.negation, "GRID", mini.kinds.negation.GRID[::5])
 
     def study(*more: str, code: int = 0) -> str:
         words = ["--preset", "micro", "--out", str(tmp_path), "--device", "cpu", *more]

@@ -133,9 +133,24 @@ def test_the_study(real, world, monkeypatch, tmp_path):
     few = {"LAMBDAS": (0.65, 1.4), "SMALLER": (0.3, 1.0), "ALPHAS": (0.0, 1.0), "ZOOS": (2,),
            "BASES": ("rand_select",), "RIVALS": ("svd_1",), "STITCHED": ("dataless",),
            "LEARNED": ("fisher",), "METHODS": ("ties",), "SINGLE": ("opcm", "nufilt"),
-           "RANKS": (2,)}  # fmt: skip
+           "RANKS": (2,), "MATRIX": ("wudi_30",), "ALL": ("tsvm",), "SHARES": (0.05,)}  # fmt: skip
     for name, value in few.items():
         monkeypatch.setattr(real.plan, name, value)
+    autoencoder: Any = importlib.import_module("tvb_mergekit.core.encoders.autoencoder")
+    train, planned = autoencoder._train, real.plan.parts
+
+    def parts(*given: Any) -> dict[str, list[Any]]:
+        """Of bases under what learns, one kind and size next to all task vectors."""
+        left_out = ("groups", "ae_exact", "pca")
+        return {
+            name: [c for c in cells if c["kind"] != "learned"
+                   or (c["basis"] not in left_out and c["num_bases"] != 3)]
+            for name, cells in planned(*given).items()
+        }  # fmt: skip
+
+    monkeypatch.setattr(real.study, "parts", parts)
+    monkeypatch.setattr(autoencoder, "_train", lambda gram, count, settings: train(
+        gram, count, settings.model_copy(update={"steps": 20})))  # fmt: skip
     monkeypatch.setattr(real.run, "LONGEST", 2)
     assert call(real, world, "--examples", "16", "--only", "seed0/full/*").exit_code == 0
     (world / "data" / real.tasks.DATABASE).parent.mkdir()
