@@ -89,7 +89,6 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("core/matrices.py", "values.sqrt().sum()) ** 2", "values.sqrt().sum())"),
         ("core/matrices.py", "FLOAT32 > ROUGH", "FLOAT32 > 1e40 * ROUGH"),
         ("core/matrices.py", "count**2 * FLOAT32", "count * FLOAT32"),
-        ("core/matrices.py", "min(1.0, float(values.sqrt", "max(0.0, float(values.sqrt"),
         ("core/matrices.py", "alpha=-1)", "alpha=1)"),
         ("core/matrices.py",
          "count * share, None)\n    left", "0, top)\n    left"),

@@ -210,7 +210,7 @@ def _gains(
     values = values.clamp(min=0)
     end, trace = math.inf if time == "exact" else float(time), float(values.sum())
     if rank_share == "auto":
-        rank_share = min(1.0, float(values.sqrt().sum()) ** 2 / (trace or 1.0) / every)
+        rank_share = float(values.sqrt().sum()) ** 2 / (trace or 1.0) / every
     cut = max(floor**2, NULL**2 * trace)
     gains = torch.where(values > cut, -torch.expm1(-end * values) / values, 0)
     kept = max(1, math.ceil(every * float(rank_share) - FLOAT32))
