@@ -19,7 +19,7 @@ from mergekit.architecture import WeightInfo
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.common import ModelReference
 from mergekit.graph import Executor, TaskUniverse
-from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex
+from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex, ShardInfo
 from mergekit.io.tasks import GatherTensors, LoaderCache, LoadTensor
 from mergekit.options import MergeOptions
 from mergekit.tokenizer import PermutedVocabulary
@@ -168,9 +168,9 @@ class MappedLoader(LazyTensorLoader):
         self.checkpoint = checkpoint
         self.read: set[str] = set()  # names that a merge asked for
         paths = {name: info.shard for name, info in checkpoint.tensors.items()}
+        shards = [ShardInfo(s, [n for n in paths if paths[n] == s]) for s in checkpoint.shards]
         safe = checkpoint.shards[0].endswith(".safetensors")
-        # mergekit asks an index for the names of tensors, and only its own loader for shards.
-        index = ShardedTensorIndex(str(checkpoint.folder), safe, paths, [])
+        index = ShardedTensorIndex(str(checkpoint.folder), safe, paths, shards)
         super().__init__(index, lazy_unpickle=False)
 
     def get_tensor(
