@@ -18,7 +18,7 @@ from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import passes
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.kernels import KINDS, Combining, compiled
+from tvb_mergekit.tensors.kernels import KINDS, Compiled, compiled
 from tvb_mergekit.tensors.stream import Item, Part, Piece, PieceBuffer, held_item
 from tvb_mergekit.tensors.writing import MemorySink
 
@@ -70,7 +70,9 @@ def combined(step: Linear, tensors: list[Tensor], out: Tensor, base: bool = True
     if not base:
         item = replace(item, base=None, inputs=item.parts)
     buffer = PieceBuffer(64 * (item.nbytes // 64 + 1 + len(tensors)))
-    return Combining(len(tensors) - base, 0, step)(buffer, Piece(item, 0, item.numel, 0), out)[0]
+    piece = Piece(item, 0, item.numel, 0)
+    found = buffer.read(piece, copy=True)
+    return Compiled(len(tensors) - base, step=step)(buffer, piece, found, out)[0]
 
 
 @quick

@@ -28,97 +28,67 @@ from tvb_mergekit.tensors.stream import Piece, PieceBuffer
 BFLOAT16, FLOAT16, FLOAT32, ABSENT = range(4)  # types of a stored row
 KINDS = dict(zip(FUSED, (BFLOAT16, FLOAT16, FLOAT32), strict=True))
 TILE = 4  # rows of the inputs are padded with zeros to a multiple
+NO_OUTPUT = torch.empty(0, 0, dtype=torch.float32, device="cpu")
 
 
-# theta_0 and T inputs: one memory as words and as floats, and the start and the type of each row.
-Stored = tuple[NDArray[np.uint16], NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]
-
-
-def stored_in(buffer: PieceBuffer, piece: Piece, found: Sequence[Tensor]) -> Stored:
-    """The tensors of a piece, which lie in the buffer; without a base theta_0 is zero."""
-    memory = buffer.memory
-    starts = [(t.data_ptr() - memory.data_ptr()) // t.itemsize for t in found]
-    kinds = [KINDS[t.dtype] for t in found]
-    if piece.item.base is None:
-        starts, kinds = [0, *starts], [ABSENT, *kinds]
-    words, floats = memory.numpy().view(np.uint16), memory.numpy().view(np.float32)
-    return words, floats, np.array(starts, np.int64), np.array(kinds, np.int64)
-
-
-def _zeros(rows: int) -> NDArray[np.float32]:
-    zeros: NDArray[np.float32] = torch.zeros(
-        rows, COLUMNS + PADDING, dtype=torch.float32, device="cpu"
-    ).numpy()
-    return zeros
-
-
-class Summing:
-    """The sums of a piece, chunk by chunk. One instance per thread.
+class Compiled:
+    """Sums of the chunks of a piece, and the outputs of one `Linear` step. One instance per thread.
 
     Args:
-        deltas: the number of inputs, at the start, that are differences from theta_0.
-        chunk: columns of each chunk.
+        chunk: columns of each chunk whose sums are wanted; 0: no sums.
+        step: None: no outputs.
     """
 
-    def __init__(self, tasks: int, deltas: int, chunk: int) -> None:
-        self._tasks, self._deltas, self._chunk = tasks, deltas, chunk
+    def __init__(self, tasks: int, chunk: int = 0, step: Linear | None = None) -> None:
+        self._tasks, self._chunk = tasks, chunk
         self._padded = -(-tasks // TILE) * TILE
-        self._rows = _zeros(1 + self._padded + 1)
-
-    def __call__(
-        self, buffer: PieceBuffer, piece: Piece, found: Sequence[Tensor]
-    ) -> list[GramSums]:
-        """The sums of each chunk of a piece, whose tensors `found` lie in the buffer."""
-        stored, count = stored_in(buffer, piece, found), -(-piece.numel // self._chunk)
-        sums, norms = np.zeros((count, self._padded, self._padded)), np.zeros(count)
-        _gram(stored, self._deltas, piece.numel, self._chunk, self._rows, sums, norms)
-        return _sums_of(sums, norms, self._tasks)
-
-
-def _sums_of(sums: NDArray[np.float64], norms: NDArray[np.float64], tasks: int) -> list[GramSums]:
-    """The sums of each chunk, from the blocks on and above the diagonal."""
-    upper = np.triu(sums[:, :tasks, :tasks])
-    whole = torch.from_numpy(upper + np.triu(upper, 1).transpose(0, 2, 1))
-    return [GramSums(gram, norm) for gram, norm in zip(whole, norms.tolist(), strict=True)]
-
-
-class Combining:
-    """One `Linear` step. One instance per thread; `deltas` as for `Summing`.
-
-    Args:
-        chunk: columns of a chunk whose sums are wanted as well; 0: no sums.
-    """
-
-    def __init__(self, tasks: int, deltas: int, step: Linear, chunk: int = 0) -> None:
-        self._tasks, self._deltas, self._chunk = tasks, deltas, chunk
-        self._padded = -(-tasks // TILE) * TILE
-        terms = [term for output in step.outputs for term in output]
+        outputs = [] if step is None else step.outputs
+        terms = [term for output in outputs for term in output]
         each = np.zeros((len(terms), self._padded), np.float32)
         for row, (_scale, weights) in zip(each, terms, strict=True):
             row[:tasks] = weights.to(torch.float32).numpy()
         scales = np.array([scale for scale, _weights in terms], np.float32)
-        ends = np.cumsum([len(output) for output in step.outputs])
-        self._step = each, scales, ends, step.add_base
-        self._rows = _zeros(1 + self._padded + 3)
+        ends = np.cumsum([len(output) for output in outputs], dtype=np.int64)
+        self._step = each, scales, ends, step is not None and step.add_base
+        rows = 1 + self._padded + (1 if step is None else 3)
+        self._rows: NDArray[np.float32] = torch.zeros(
+            rows, COLUMNS + PADDING, dtype=torch.float32, device="cpu"
+        ).numpy()
 
     def __call__(
-        self, buffer: PieceBuffer, piece: Piece, out: Tensor
+        self,
+        buffer: PieceBuffer,
+        piece: Piece,
+        found: Sequence[Tensor],
+        out: Tensor = NO_OUTPUT,
     ) -> tuple[bool, list[GramSums]]:
-        """Read a piece into the buffer, and fill `out` [outputs, n], whose rows have stride 1.
+        """Fill `out` [outputs, n], whose rows have stride 1, from the tensors of a piece.
+
+        Args:
+            found: as `buffer.read(piece, copy=True)` gives them.
 
         Returns:
-            Whether all is finite, and the sums of each chunk.
+            Whether all outputs are finite, and the sums of each chunk.
         """
-        outputs, numel = out.shape
-        stored = stored_in(buffer, piece, buffer.read(piece, copy=True))
+        outputs, numel, memory = len(out), piece.numel, buffer.memory
+        starts = [(t.data_ptr() - memory.data_ptr()) // t.itemsize for t in found]
+        kinds = [KINDS[t.dtype] for t in found]
+        if piece.item.base is None:  # theta_0 is zero
+            starts, kinds = [0, *starts], [ABSENT, *kinds]
+        words, floats = memory.numpy().view(np.uint16), memory.numpy().view(np.float32)
+        deltas = [part.holds for part in piece.item.inputs].count("delta")
+        stored = words, floats, np.array(starts, np.int64), np.array(kinds, np.int64), deltas
         count = -(-numel // self._chunk) if self._chunk else 0
         sums, norms = np.zeros((count, self._padded, self._padded)), np.zeros(count)
         between = out.stride(0)
-        flat = out.as_strided([(outputs - 1) * between + numel], [1])
+        flat = out.as_strided([(outputs - 1) * between + numel if outputs else 0], [1])
         written = flat.view(torch.uint8).numpy(), between * out.element_size(), KINDS[out.dtype]
-        summed = self._chunk, sums, norms
-        bad = _combine(stored, self._deltas, numel, self._step, self._rows, written, summed)
-        return not bad, _sums_of(sums, norms, self._tasks)
+        bad = _walk(stored, numel, self._step, self._rows, written, (self._chunk, sums, norms))
+        # Only the blocks on and above the diagonal are filled.
+        upper = np.triu(sums[:, : self._tasks, : self._tasks])
+        whole = torch.from_numpy(upper + np.triu(upper, 1).transpose(0, 2, 1))
+        each = zip(whole, norms.tolist(), strict=True)
+        return not bad, [GramSums(gram, norm) for gram, norm in each]
 
 
 class SharedLocator(UserWideCacheLocator):
@@ -185,9 +155,13 @@ def _widen(kind: int, place: int, words: Any, floats: Any, minus: Any, row: Any)
 
 
 @inlined
-def _task_vectors(stored: Any, deltas: int, at: int, count: int, rows: Any) -> None:
-    """theta_0 and the task vectors of `count` columns into the first rows; the last holds zeros."""
-    words, floats, starts, kinds = stored
+def _task_vectors(stored: Any, at: int, count: int, rows: Any) -> None:
+    """theta_0 and the task vectors of `count` columns into the first rows; the last holds zeros.
+
+    `stored` is one memory as words and as floats, the start and the type of each row, and the
+    number of inputs, at the start, that are differences from theta_0.
+    """
+    words, floats, starts, kinds, deltas = stored
     base, zeros = rows[0][:count], rows[len(rows) - 1][:count]
     if kinds[0] == ABSENT:
         base[:] = 0
@@ -244,22 +218,6 @@ def _add_products(rows: Any, count: int, number: int, sums: Any, norms: Any) -> 
     for i in range(0, sums.shape[1], TILE):
         for j in range(i, sums.shape[1], TILE):
             _add_tile(rows[1:], i, j, count, sums[number, i : i + TILE, j : j + TILE])
-
-
-@compiled
-def _gram(
-    stored: Any, deltas: int, numel: int, chunk: int, rows: Any, sums: Any, norms: Any
-) -> None:
-    """Add T^T T of each chunk to `sums` [chunks, T, T], and ||theta_0||^2 to `norms` [chunks].
-
-    In float64, of float32 sums over COLUMNS. Only the blocks on and above the diagonal are filled.
-    """
-    for number in range(len(sums)):
-        stop = min((number + 1) * chunk, numel)
-        for at in range(number * chunk, stop, COLUMNS):
-            count = min(COLUMNS, stop - at)
-            _task_vectors(stored, deltas, at, count, rows)
-            _add_products(rows, count, number, sums, norms)
 
 
 @numba.njit(nogil=True, fastmath={"contract"})
@@ -326,19 +284,18 @@ def _store(row: Any, out: Any, kind: int) -> bool:
 
 
 @compiled
-def _combine(
-    stored: Any, deltas: int, numel: int, linear: Any, rows: Any, written: Any, summed: Any
-) -> bool:
+def _walk(stored: Any, numel: int, linear: Any, rows: Any, written: Any, summed: Any) -> bool:
     """Fill `out`, bytes with a row every `stride`; return whether it has NaN or infinity.
 
-    Add the products of each chunk to `sums` as `_gram` does, unless `chunk` is 0.
+    Unless `chunk` is 0, add T^T T of each chunk to `sums` [chunks, T, T] and ||theta_0||^2 to
+    `norms` [chunks], in float64 of float32 sums over COLUMNS.
     """
     (weights, scales, ends, with_base), (out, stride, kind) = linear, written
     chunk, sums, norms = summed
     bad, size = False, 4 if kind == FLOAT32 else 2
     for at in range(0, numel, COLUMNS):
         count = min(COLUMNS, numel - at)
-        _task_vectors(stored, deltas, at, count, rows)
+        _task_vectors(stored, at, count, rows)
         if chunk:
             _add_products(rows, count, at // chunk, sums, norms)
         made, total = rows[len(rows) - 3][:count], rows[len(rows) - 2][:count]

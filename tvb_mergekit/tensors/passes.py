@@ -59,10 +59,8 @@ def gram_pass(
     layout = gram_layout(mine, summing, engine)
     update = engine.progress("Gram matrix", sum(item.nbytes for item in mine))
 
-    deltas = _deltas(mine) if layout.needs.fused else None
-
     def work(device: torch.device) -> Callable[[Piece], Sequence[GramSums]]:
-        return Chunks(layout, device, summing=summing, deltas=deltas).add
+        return Chunks(layout, device, summing=summing, compiled=layout.needs.fused).add
 
     for piece, sums in in_order(mine, layout, work):
         summing.add(piece, sums)
@@ -108,7 +106,7 @@ def count_pass(
 
     def work(device: torch.device) -> Callable[[Piece], Sequence[GramSums]]:
         weights, mine = encoder.T.to(device, torch.float32), fresh()
-        chunks = Chunks(layout, device, summing=summing, deltas=_deltas(items) if fast else None)
+        chunks = Chunks(layout, device, summing=summing, compiled=fast)
         mine.counts = mine.counts.to(device)  # 8 MB a basis: no chunk copies them
         made.append(mine)
 
@@ -180,12 +178,10 @@ def combine_pass(
         buffer = PieceBuffer(layout.buffer_bytes - layout.piece * uncoded, device)
         combine: Callable[[Piece, Step, Tensor], tuple[bool, Sequence[GramSums]]]
         if fast:
-            chunk = 0 if summing is None else layout.chunk
-            combine = _combining_fused(rows, _deltas(items), buffer, chunk)
+            combine = _combining_fused(rows, buffer, 0 if summing is None else layout.chunk)
         else:
             drawn = None if sketch is None else Drawn(sketch, device, counted_as)
-            deltas = _deltas(items) if compiled else None
-            combine = _combining(Chunks(layout, device, buffer, summing, deltas), drawn)
+            combine = _combining(Chunks(layout, device, buffer, summing, compiled), drawn)
 
         def fill(piece: Piece, out: Tensor) -> Sequence[GramSums]:
             finite, step = False, steps.get(piece.item.name)
@@ -225,7 +221,7 @@ def combine_pass(
 
 
 def _combining_fused(
-    rows: int, deltas: int, buffer: PieceBuffer, chunk: int
+    rows: int, buffer: PieceBuffer, chunk: int
 ) -> Callable[[Piece, Step, Tensor], tuple[bool, Sequence[GramSums]]]:
     """A function that fills the outputs of a piece.
 
@@ -234,10 +230,13 @@ def _combining_fused(
     from tvb_mergekit.tensors import kernels
 
     @functools.cache
-    def computing(step: Linear) -> kernels.Combining:
-        return kernels.Combining(rows, deltas, step, chunk)
+    def computing(step: Linear) -> kernels.Compiled:
+        return kernels.Compiled(rows, chunk, step)
 
-    return lambda piece, step, out: computing(step)(buffer, piece, out)
+    def combine(piece: Piece, step: Step, out: Tensor) -> tuple[bool, Sequence[GramSums]]:
+        return computing(step)(buffer, piece, buffer.read(piece, copy=True), out)
+
+    return combine
 
 
 def _combining(
@@ -294,9 +293,3 @@ def _planned(items: Sequence[Item], needs: Needs, engine: Engine, workers: int |
     grain = max((part.grain for item in items for part in item.parts), default=1)
     longest = min(LONGEST, most)
     return plan_layout(needs, engine, workers=workers, longest=longest, grain=grain)
-
-
-def _deltas(items: Sequence[Item]) -> int:
-    """The number of inputs of each item that hold deltas; they come first."""
-    inputs = next((item.inputs for item in items if item.inputs), ())
-    return [part.holds for part in inputs].count("delta")

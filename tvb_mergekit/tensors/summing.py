@@ -113,7 +113,7 @@ class Chunks:
 
     Args:
         summing: sum the inner products of each chunk as well, into `sums`.
-        deltas: as in `kernels.Summing`, which sums; None: PyTorch's products on the device.
+        compiled: sum by the loops of `kernels`, else by PyTorch's products on the device.
     """
 
     def __init__(
@@ -122,25 +122,25 @@ class Chunks:
         device: torch.device,
         buffer: PieceBuffer | None = None,
         summing: RunningSums | None = None,
-        deltas: int | None = None,
+        compiled: bool = False,
     ) -> None:
         self.length, self.device, self.sums = layout.chunk, device, list[GramSums]()
         # A CPU decodes fastest while it reads; for an accelerator codes are the least traffic.
         self.packed = device.type != "cpu"
         self.buffer = buffer or PieceBuffer(layout.buffer_bytes, device)
         self._shape, self._rows = (1 + layout.needs.rows, layout.chunk), torch.empty(0)
-        self._products = summing is not None and deltas is None
+        self._products = summing is not None and not compiled
         self._drawn = Drawn(summing.sketch, device) if summing and summing.sketch else None
-        self._compiled: kernels.Summing | None = None
-        if summing is not None and deltas is not None:
+        self._compiled: kernels.Compiled | None = None
+        if compiled:
             from tvb_mergekit.tensors import kernels  # imports numba, which takes long
 
-            self._compiled = kernels.Summing(layout.needs.rows, deltas, layout.chunk)
+            self._compiled = kernels.Compiled(layout.needs.rows, layout.chunk)
 
     def add(self, piece: Piece) -> list[GramSums]:
         """The sums of the chunks of a piece, if only these are of use."""
         if self._compiled is not None:
-            return self._compiled(self.buffer, piece, self.buffer.read(piece, copy=True))
+            return self._compiled(self.buffer, piece, self.buffer.read(piece, copy=True))[1]
         deque(self.walk(piece), maxlen=0)
         return self.sums
 
@@ -154,7 +154,7 @@ class Chunks:
         item, self.sums = piece.item, []
         found = self.buffer.read(piece, copy=self._compiled is not None, packed=self.packed)
         if self._compiled is not None:
-            self.sums += self._compiled(self.buffer, piece, found)
+            self.sums += self._compiled(self.buffer, piece, found)[1]
         for start in range(0, piece.numel, self.length):
             place = slice(start, min(start + self.length, piece.numel))
             base, *task_vectors = rows = self._rows[:, : place.stop - start]
