@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 VERSION = 1  # of the formats of encoded tensors
 Parsed = Iterable[tuple[str, torch.dtype, Sequence[int]]]  # tensors, their dtypes when read, shapes
 _MALFORMED = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError)
-KEY = "tvb_codes"  # in the metadata of a file of codes
 SLICE = 2**14  # elements that are widened together
 
 
@@ -115,7 +114,7 @@ class Codes(Decoded):
         widths: of each tensor.
     """
 
-    key, what = KEY, "codes"
+    key, what = "tvb_codes", "codes"
 
     def __init__(self, stored: Checkpoint) -> None:
         self.unit, self.widths = 0.0, dict[str, Width]()
@@ -214,10 +213,6 @@ class Coding(ABC):
     def described(self, output: int, items: Sequence[Item]) -> dict[str, Any]:
         """The metadata of a file of these tensors, without its version."""
 
-    def metadata(self, output: int, items: Sequence[Item]) -> dict[str, str]:
-        said = {"version": VERSION, **self.described(output, items)}
-        return {self.key: json.dumps(said)}
-
     def rows(self, item: Item, start: int, stop: int, values: Tensor) -> list[Tensor]:
         """The bytes of a piece that are written."""
         sizes = (item.written(stop - start, output) for output in range(len(values)))
@@ -236,7 +231,7 @@ class Quantizing(Coding):
         shares: the factor of each output in the sum that a merge adds, [K].
     """
 
-    key = KEY
+    key = Codes.key
 
     def __init__(self, units: Sequence[float], width: Width, shares: Tensor) -> None:
         super().__init__()

@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import NAMES
-from tvb_mergekit.tensors.quantized import Coding
+from tvb_mergekit.tensors.quantized import VERSION, Coding
 from tvb_mergekit.tensors.ranks import shares
 from tvb_mergekit.tensors.stream import Item
 
@@ -40,34 +39,16 @@ class Shard:
     items: tuple[Item, ...]
     rank: int = 0
 
-    def header(
-        self,
-        metadata: Mapping[str, str],
-        output: int = 0,
-        coding: Coding | None = None,
-        sizes: Sequence[int] = (),
-        length: int = 0,
-    ) -> bytes:
-        """The file's first bytes: length, JSON, blanks to a multiple of 8 or to `length`.
-
-        Args:
-            sizes: of the tensors, in bytes; () before they are known, for the most.
-        """
-        more = {} if coding is None else coding.metadata(output, self.items)
-        sizes = sizes or [item.written(item.numel, output) for item in self.items]
-        tensors = {
-            item.name: (item.out, [size] if item.widths else item.shape)
-            for item, size in zip(self.items, sizes, strict=True)
-        }
-        return header_of({**metadata, **more}, tensors, length)
-
 
 def header_of(
     metadata: Mapping[str, str],
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     length: int = 0,
 ) -> bytes:
-    """The first bytes of a file with these tensors in this order, at least `length`."""
+    """The first bytes of a file with these tensors in this order.
+
+    They are the length, JSON, and blanks to a multiple of 8 or to `length`.
+    """
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     place = 0
     for name, (dtype, shape) in tensors.items():
@@ -138,9 +119,8 @@ class FolderWriter:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.plan, self.done = folder, plan, len(hashes)
-        self._header = partial(Shard.header, metadata=metadata, output=output, coding=coding)
+        self._metadata, self._output, self._coding = metadata, output, coding
         self._fixed = coding is None or coding.fixed
-        self._bytes: Callable[[Item], int] = lambda item: item.written(item.numel, output)
         self._records: dict[str, dict[str, object]] = {}  # of finished files
         self._shards = [shard for shard in plan if shard.rank == rank]
         self._file: BinaryIO | None = None
@@ -148,14 +128,30 @@ class FolderWriter:
         self._digest = xxhash.xxh3_128()
         while hashes:  # reopen the files with finished tensors
             items = self._shards[0].items[: len(hashes)]
-            self._sizes = [*sizes[: len(items)]] or [*map(self._bytes, items)]
+            self._sizes = [*sizes[: len(items)]] or self._most(items)
             self._open(hashes[len(items) - 1])
             hashes, sizes = hashes[len(items) :], sizes[len(items) :]
+
+    def _most(self, items: Sequence[Item]) -> list[int]:
+        """The bytes of each item, at most; without a coding, or if it is `fixed`, exactly."""
+        return [item.written(item.numel, self._output) for item in items]
+
+    def _header(self, sizes: Sequence[int] = (), length: int = 0) -> bytes:
+        """The header of the open file; without `sizes` of the tensors, for the most."""
+        items, metadata = self._shard.items, self._metadata
+        if self._coding is not None:
+            said = {"version": VERSION, **self._coding.described(self._output, items)}
+            metadata = {**metadata, self._coding.key: json.dumps(said)}
+        tensors = {
+            item.name: (item.out, [size] if item.widths else item.shape)
+            for item, size in zip(items, sizes or self._most(items), strict=True)
+        }
+        return header_of(metadata, tensors, length)
 
     def _open(self, digest: str = "") -> None:
         """Open the next file, which holds the tensors of `_sizes` if it has a checksum already."""
         self._shard = self._shards.pop(0)
-        path, header = self.folder / self._shard.name, self._header(self._shard)
+        path, header = self.folder / self._shard.name, self._header()
         self._digest.reset()
         if not digest:
             self._sizes = []
@@ -202,8 +198,7 @@ class FolderWriter:
         record: dict[str, object] = {"bytes": self._file.tell(), HASH: self.digest}
         if not self._fixed:  # now the header can say where the tensors are
             self._file.seek(0)
-            room = len(self._header(self._shard))
-            self._file.write(self._header(self._shard, sizes=self._sizes, length=room))
+            self._file.write(self._header(self._sizes, len(self._header())))
             record = file_record(self.folder / self._shard.name)
         self._records[self._shard.name] = record
         self._file.close()
@@ -227,7 +222,7 @@ class FolderWriter:
             self._records |= records
         if len(self.plan) > 1:
             where = {item.name: shard.name for shard in self.plan for item in shard.items}
-            total = sum(self._bytes(item) for shard in self.plan for item in shard.items)
+            total = sum(sum(self._most(shard.items)) for shard in self.plan)
             if not self._fixed:
                 total = sum(cast(int, record["bytes"]) for record in self._records.values())
             index = {"metadata": {"total_size": total}, "weight_map": where}
