@@ -53,13 +53,11 @@ class Adapter(Weights):
         file: what the factors were read from.
         factors: of each targeted tensor, by the base's name; as the base stores it, with the scale.
         tensors: what can be read, float32; those without factors are zeros.
-        label: the task's name, for messages.
     """
 
     file: Checkpoint
     factors: dict[str, Factors]
     tensors: dict[str, TensorInfo]
-    label: str = ""
 
     @classmethod
     def open(
@@ -74,6 +72,7 @@ class Adapter(Weights):
 
         Args:
             base: the tensors of the base model.
+            label: the task's name, for messages.
             read: gives a tensor of the base. PEFT stores copies of the embeddings in adapters that
                 target them; with `read` they are compared with the base, and without they count
                 as changed.
@@ -126,15 +125,7 @@ class Adapter(Weights):
 
     def stamp(self) -> list[list[int | str]]:
         """The stamps of the weights, and of the config, which holds the scale."""
-        return stamp_of(self.folder, (*self.shards, CONFIG))
-
-    @property
-    def folder(self) -> Path:
-        return self.file.folder
-
-    @property
-    def shards(self) -> tuple[str, ...]:
-        return self.file.shards
+        return stamp_of(self.file.folder, (*self.file.shards, CONFIG))
 
     @property
     def dtypes(self) -> set[torch.dtype]:
@@ -171,7 +162,7 @@ class _Reader:
             pair = halves.setdefault((match[1], match[3] is not None), {})
             if pair.setdefault(match[2] or match[3], key) != key:
                 raise self._error(f"holds several adapters (`{key}`); store them one by one")
-        adapter = Adapter(file, {}, {}, self.label)
+        adapter = Adapter(file, {}, {})
         for (module, embedding), pair in halves.items():
             name = self._base_name(module)
             if name in adapter.factors:
