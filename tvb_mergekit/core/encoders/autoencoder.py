@@ -10,7 +10,7 @@ import torch
 from torch.optim.adam import adam
 
 from tvb_mergekit.core.encoders.exact import least_loss
-from tvb_mergekit.core.encoders.linear import Encoding, Gram, one_thread, tensor
+from tvb_mergekit.core.encoders.linear import Encoding, Gram, one_thread
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import Settings
 
@@ -31,7 +31,6 @@ def autoencoder(gram: Gram, num_bases: int, settings: Settings) -> Encoding:
     decoders = {"least_squares": gram.decoder(encoder), "learned": decoder.double().numpy()}
     return replace(
         gram.encoding("ae", encoder, decoders[settings.decoder]),
-        decoders={name: tensor(each) for name, each in decoders.items()},
         decoder_losses={name: gram.loss(encoder @ each) for name, each in decoders.items()},
     )
 

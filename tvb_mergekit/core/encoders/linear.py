@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ class Encoding:
 
     `encoder` is W_e [T, M] and `decoder` W_d [M, T]; T_hat = T `reconstruction` [T, T]. Only
     rand_proj has neither encoder nor reconstruction: its bases are Omega `mixing` [M, M]. Only `ae`
-    by Adam has `decoders`, the choices of the key `decoder`, with the loss of each.
+    by Adam has `decoder_losses`, of each choice of the key `decoder`.
     """
 
     basis: str
@@ -41,7 +41,6 @@ class Encoding:
     spectral_bound: float
     balanced_bound: float | None = None
     mixing: Tensor | None = None
-    decoders: Mapping[str, Tensor] = field(default_factory=dict)
     decoder_losses: Mapping[str, float] | None = None
 
     @property
