@@ -23,7 +23,7 @@ from tvb_mergekit.settings import Settings
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import LEAST, combine_pass
-from tvb_mergekit.tensors.source import Weights
+from tvb_mergekit.tensors.source import StateDict, Weights
 from tvb_mergekit.tensors.stream import Item, Part, Sink
 from tvb_mergekit.tensors.summing import RunningSums
 from tvb_mergekit.tensors.writing import Stacked
@@ -278,11 +278,7 @@ def merge_one(
         together = sum(float(torch.linalg.vector_norm(base)) for base in stacked)
         merged = merging(stacked).to("cpu").reshape(-1)
     del stacked
-
-    def read(start: int, stop: int, buffer: Tensor) -> Tensor:
-        return merged[start:stop]
-
-    direction = Part(torch.float32, read, held=True, holds="delta")
+    direction = Part.of(StateDict({matrix.name: merged}), matrix.name, "delta")
     step = Linear([[(scale, torch.ones(1, dtype=torch.float64))]], add_base)
     combine_pass([replace(matrix, inputs=(direction,))], {matrix.name: step}, sink, engine)
     return float(torch.linalg.vector_norm(merged)) > FAR * together
