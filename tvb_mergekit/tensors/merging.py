@@ -209,7 +209,6 @@ def merge_items(
     sketch = basis.sketch if isinstance(basis, Basis) else None
     if sketch is not None:  # Omega is drawn, not read
         items = [replace(item, inputs=()) for item in items]
-    counted_as = {item.name: item.counted_as or item.name for item in items}
     sweeps = basis.trims and settings.trim == "tensor"
     bases = basis.num_bases
     matrices = {i.name: count_matrices(settings, i, bases) for i in items if i.tunables}
@@ -242,15 +241,7 @@ def merge_items(
         item, tunables = some[0], some[0].tunables
         if tunables is None or not matrices[item.name]:
             steps = {each.name: step_of(each, each.tunables) for each in some if each.tunables}
-            combine_pass(
-                some,
-                steps,
-                sink,
-                combining,
-                sketch=sketch,
-                counted_as=counted_as,
-                summing=summing,
-            )
+            combine_pass(some, steps, sink, combining, sketch=sketch, summing=summing)
             continue
         scale = 1.0 if alone else tunables.lambda_ * basis.scale
         add = add_base and not alone

@@ -136,7 +136,6 @@ def combine_pass(
     *,
     title: str = "Merged model",
     sketch: Sketch | None = None,
-    counted_as: Mapping[str, str] | None = None,
     coding: Coding | None = None,
     summing: RunningSums | None = None,
 ) -> None:
@@ -149,7 +148,6 @@ def combine_pass(
             base's.
         title: of the progress bar.
         sketch: use the rows of Omega instead of task vectors: items have no inputs.
-        counted_as: tensor -> the name under which Omega was drawn, if it is another.
         coding: of the outputs, if the items are written as codes.
         summing: of the Gram matrix, by the same pass; every input counts.
 
@@ -180,7 +178,7 @@ def combine_pass(
         if fast:
             combine = _combining_fused(rows, buffer, 0 if summing is None else layout.chunk)
         else:
-            drawn = None if sketch is None else Drawn(sketch, device, counted_as)
+            drawn = None if sketch is None else Drawn(sketch, device)
             combine = _combining(Chunks(layout, device, buffer, summing, compiled), drawn)
 
         def fill(piece: Piece, out: Tensor) -> Sequence[GramSums]:
@@ -248,7 +246,7 @@ def _combining(
     def combine(piece: Piece, step: Step, out: Tensor) -> tuple[bool, Sequence[GramSums]]:
         for place, base32, tau in chunks.walk(piece):
             if drawn is not None:
-                tau = drawn.next(piece.item.name, tau.shape[1])
+                tau = drawn.next(piece.item, tau.shape[1])
             values = computing(step)(base32, tau)
             # A copy from an accelerator would convert on the host, after the traffic of float32.
             out[:, place].copy_(values.to(out.dtype) if chunks.packed else values)

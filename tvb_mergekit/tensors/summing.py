@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -191,27 +191,21 @@ class Chunks:
         norm = float(products(base32[None], base32[None]))
         sums = GramSums(symmetric(products(tau, tau)), norm)
         if self._drawn is not None:
-            omega = self._drawn.next(piece.item.name, tau.shape[1])
+            omega = self._drawn.next(piece.item, tau.shape[1])
             sums.sketch_gram = symmetric(products(omega, omega))
             sums.sketch_tasks = products(omega, tau).cpu()
         return sums
 
 
 class Drawn:
-    """Rows of Omega, drawn in order for each tensor (rand_proj). One instance per thread.
+    """Rows of Omega, drawn in order for each tensor (rand_proj). One instance per thread."""
 
-    Args:
-        counted_as: a tensor's name -> its name in the Gram matrix.
-    """
-
-    def __init__(
-        self, sketch: Sketch, device: torch.device, counted_as: Mapping[str, str] | None = None
-    ) -> None:
-        self._sketch, self._device, self._counted_as = sketch, device, counted_as or {}
+    def __init__(self, sketch: Sketch, device: torch.device) -> None:
+        self._sketch, self._device = sketch, device
         self._streams: dict[str, torch.Generator] = {}
 
-    def next(self, name: str, count: int) -> Tensor:
+    def next(self, item: Item, count: int) -> Tensor:
         """The next rows of a tensor, transposed: [M, count] float32 on the device."""
-        if name not in self._streams:
-            self._streams[name] = self._sketch.stream(self._counted_as.get(name, name))
-        return self._sketch.rows(self._streams[name], count, self._device)
+        if item.name not in self._streams:
+            self._streams[item.name] = self._sketch.stream(item.counted_as or item.name)
+        return self._sketch.rows(self._streams[item.name], count, self._device)
