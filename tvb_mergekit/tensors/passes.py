@@ -34,6 +34,8 @@ from tvb_mergekit.tensors.summing import Chunks, Drawn, RunningSums
 LEAST = 2**24  # bytes of a pass if a histogram leaves less
 COUNT_ROWS = 8  # float32 rows of a chunk for counting one basis: bins as int32 and int64
 SPLIT = 4  # pieces for each thread, of a tensor alone
+# Fills the outputs of a piece. Returns whether all are known as finite, and the sums of each chunk.
+Combine = Callable[[Piece, Step, Tensor], tuple[bool, Sequence[GramSums]]]
 
 
 def gram_pass(
@@ -174,7 +176,7 @@ def combine_pass(
 
     def work(device: torch.device) -> Callable[[Piece, Tensor], Sequence[GramSums]]:
         buffer = PieceBuffer(layout.buffer_bytes - layout.piece * uncoded, device)
-        combine: Callable[[Piece, Step, Tensor], tuple[bool, Sequence[GramSums]]]
+        combine: Combine
         if fast:
             combine = _combining_fused(rows, buffer, 0 if summing is None else layout.chunk)
         else:
@@ -218,13 +220,8 @@ def combine_pass(
     deliver(items, layout, outputs, work, sink, done)
 
 
-def _combining_fused(
-    rows: int, buffer: PieceBuffer, chunk: int
-) -> Callable[[Piece, Step, Tensor], tuple[bool, Sequence[GramSums]]]:
-    """A function that fills the outputs of a piece.
-
-    The function returns whether all are known as finite, and the sums of each chunk.
-    """
+def _combining_fused(rows: int, buffer: PieceBuffer, chunk: int) -> Combine:
+    """A function for `Linear` steps on a CPU."""
     from tvb_mergekit.tensors import kernels
 
     @functools.cache
@@ -237,9 +234,7 @@ def _combining_fused(
     return combine
 
 
-def _combining(
-    chunks: Chunks, drawn: Drawn | None
-) -> Callable[[Piece, Step, Tensor], tuple[bool, Sequence[GramSums]]]:
+def _combining(chunks: Chunks, drawn: Drawn | None) -> Combine:
     """As `_combining_fused`, on any device, for all steps and dtypes."""
     computing = functools.cache(lambda step: step.on(chunks.device))
 
