@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from mutate import MUTATIONS
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -50,6 +52,12 @@ def test_no_part_is_larger_than_its_budget() -> None:
 
 def test_no_module_is_longer_than_400_lines() -> None:
     assert [file for file in PACKAGE.rglob("*.py") if lines(iter([file])) > 400] == []
+
+
+def test_each_mutation_changes_one_place() -> None:
+    places = [each[:2] for mutations in MUTATIONS.values() for each in mutations]
+    found = {(file, old): (PACKAGE / file).read_text().count(old) for file, old in places}
+    assert {place: count for place, count in found.items() if count != 1} == {}
 
 
 def test_no_two_public_types_share_a_name() -> None:
