@@ -334,7 +334,8 @@ def _check_adapter(model: ModelReference, cache: str | None) -> None:
 
 
 def input_folders(recipe: Recipe) -> Sequence[str]:
-    """Every local folder that the merge reads."""
-    paths = [model.model.path for model in recipe.every]
+    """Every local folder that the merge reads; of vectors the store, which holds no other files."""
+    paths = [] if recipe.bases is None else [recipe.bases.place]
+    paths += [model.model.path for model in recipe.every]
     paths += [model.lora.path for model in recipe.models if model.lora]
     return [path for path in paths if os.path.exists(path)]
