@@ -356,6 +356,10 @@ OF_FILES = {
     "tensor lost in a model": Case(
         setup=edited("b", lambda t: t.pop(MLP)), wants=(MLP, "b: it stays"), ok=True
     ),
+    "most lost in a model": Case(
+        setup=edited("b", lambda t: [t.pop(name) for name in [*t] if "norm" not in name]),
+        wants=("9. % of the base", "missing in a model", "fine-tuned from this base"),
+    ),
     # files
     "data cut": Case(
         setup=cut(f"b/{WEIGHTS}", 0.7), wants=(f"b/{WEIGHTS}", "truncated", "download")

@@ -12,14 +12,14 @@ from mergekit.common import ModelReference, dtype_from_name
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Tunables
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.plugin.names import note_untested
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.sources import Candidate, Changed
 from tvb_mergekit.settings import VARYING_KEYS
 from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint
 from tvb_mergekit.tensors.stream import Item, Part, whole_parts
-from tvb_mergekit.tensors.taskset import why_left_out
+from tvb_mergekit.tensors.taskset import check_share, why_left_out
 
 LOG = logging.getLogger(__name__)
 Load = Callable[[], Sequence[Tensor]]  # the base's tensor, then those of the models
@@ -84,6 +84,16 @@ class MergedTensors:
         self.items = sorted(made, key=place)
         if exclude and "excluded by the recipe" not in self.left_out.values():
             LOG.warning("`exclude: %s` matches no tensor of this merge", exclude)
+
+    def check_share(self) -> None:
+        """Raise UserError if models lack most of the base."""
+        if self.recipe.bases is not None:
+            return
+        why = self.left_out
+        absent = {i.name: i.numel for i in self.items if why.get(i.name, "").startswith("missing")}
+        part = sum(absent.values())
+        whole = part + sum(item.numel for item in self.items if item.tunables)
+        check_share(part, whole, f"{len(absent)} missing in a model ({listed([*absent])})")
 
     def _item(self, given: Candidate) -> Item:
         recipe, name, whole = self.recipe, given.weight.name, given.whole

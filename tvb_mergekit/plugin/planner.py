@@ -89,6 +89,7 @@ def _plan(document: Document, options: MergeOptions, memory: int | None) -> Plan
         recipe, held, document.dtype, document.config.out_dtype, options.safe_serialization, tied
     )
     tensors.fill(candidate(held, w, task, tokenizer, options) for w, task in planner._tensors)
+    tensors.check_share()
     made = planner.arch_info, planner.out_model_config
     return Plan(recipe, options, engine, loaders, tensors, tokenizer, *made)
 

@@ -228,11 +228,15 @@ def _notes(
         if found:
             notes.append(f"the model of task `{task}`: left out of its task vector: {found}")
     whole, part = (sum(base.tensors[name].numel for name in names) for names in (wanted, lost))
-    if 2 * part > whole:
-        raise UserError(
-            f"{100 * part / whole:.0f} % of the base would be left out: {'; '.join(notes)}; {ALIKE}"
-        )
+    check_share(part, whole, "; ".join(notes))
     return notes
+
+
+def check_share(part: int, whole: int, why: str) -> None:
+    """Raise UserError if models lack most of the base's elements: `part` of `whole`."""
+    if 2 * part > whole:
+        share = f"{100 * part / whole:.0f} % of the base would be left out"
+        raise UserError(f"{share}: {why}; {ALIKE}")
 
 
 def _floating(weights: Weights, settings: Settings) -> dict[str, str]:
