@@ -179,7 +179,9 @@ def test_tasks_join_and_leave(family: Models, built: Bases, tmp_path: Path) -> N
         assert error.at_least <= error.at_most < 1
 
 
-def test_a_live_model(family: Models, built: Bases) -> None:
+def test_a_live_model(
+    family: Models, built: Bases, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(family.base, dtype=torch.bfloat16)
     live = tvb_mergekit.attach(model, built.path)
     for task in TASKS[:2]:
@@ -193,6 +195,10 @@ def test_a_live_model(family: Models, built: Bases) -> None:
         taus = [load(family.models[t])[name].float() - start[name].float() for t in TASKS[:2]]
         assert same(tensor, (start[name].float() + 0.5 * taus[0] + 0.25 * taus[1]).bfloat16())
     live.reset()
+    store = family.build(tmp_path / "store", "--lossless", tasks=TASKS, exclude="lm_head")
+    tvb_mergekit.attach(model, store.path).use("math")
+    assert "lm_head.weight: excluded, so the base's under every task" in caplog.text
+    assert same(model.state_dict()["lm_head.weight"], start["lm_head.weight"])
 
 
 def test_a_weighted_vector_is_not_its_model(family: Models, built: Bases, tmp_path: Path) -> None:

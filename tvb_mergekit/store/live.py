@@ -42,6 +42,12 @@ class Live:
         check_weights(live_tensors(model, base)[0], base)
         self._items = items_of(bases, base, None, bases.sources)
         self._known = {plain for plain, _ in _parameters(model)}
+        out = [n for n in bases.facts.left_out if n in base.tensors and bases.settings.excludes(n)]
+        if out and bases.facts.store.codec == "lossless":
+            LOG.warning(
+                "%s: excluded, so the base's under every task; `tvb export` has the models' own",
+                listed(out),
+            )
         self._lock = threading.RLock()
         self._current: dict[str, float] | None = {}
         self._blocks: list[dict[str, float]] = []  # for each open `using`, the earlier tasks
