@@ -417,6 +417,10 @@ OF_OUTPUT = {
         wants=("Aborted!$",),
         foreign=True,
     ),
+    "several recipes": Case(
+        yaml.safe_dump_all([recipe(), recipe()]),
+        ("recipe.yml: 2 recipes, expected one", "mergekit-multi"),
+    ),
     # other settings that work
     # a mount, as in a container: it cannot be removed, and what is beside it is another disk
     "only the output is writable": Case(

@@ -113,6 +113,7 @@ def test_tensors_that_not_all_files_have(tmp_path: Path) -> None:
         document, tmp_path / "no", "--tensor-union", command="mergekit-pytorch", fails=True
     )
     assert "Error: tensor `z` is not in the base" in told.output
+    assert "tensor-union" not in merged(fails=True).output
 
 
 def test_buffers_that_are_no_floats(tmp_path: Path) -> None:

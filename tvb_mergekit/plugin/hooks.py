@@ -112,9 +112,12 @@ def callback(original: Callable[..., Any]) -> Callable[..., Any]:
             if ours:
                 check_names(path, kwargs.get("out_path") or path)
                 ranks.one_only(str(click.get_current_context().command.name))
-                documents = recipe.documents()
+                documents, several = recipe.documents(), "intermediate_dir" in kwargs
+                if len(documents) > 1 and not several:
+                    found = f"{path}: {len(documents)} recipes, expected one"
+                    raise UserError(f"{found}; mergekit-multi runs several")
                 for document in documents:  # all, before mergekit works on the first
-                    _check_document(document, path, schema, several="intermediate_dir" in kwargs)
+                    _check_document(document, path, schema, several)
         if not ours:
             return original(*args, **kwargs)
         text = recipe.for_mergekit(documents)

@@ -29,7 +29,10 @@ from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.taskset import TaskSet, match
 
 LOG = logging.getLogger(__name__)
-FUSE = "merge the adapters into models first: --fuse --lora-merge-cache DIR"
+FUSE = (
+    "merge the adapters into models first: --fuse --lora-merge-cache DIR (of `tvb merge` "
+    "--lora-merge-cache DIR without --lora)"
+)
 
 
 class Options(MergeOptions):

@@ -171,9 +171,10 @@ def plan_files(document: Document, options: MergeOptions, union: bool, intersect
     if not (union or intersection):
         for model, names in zip(files, held, strict=True):
             for name in sorted(every - names):
+                kept = ", or keep the base's with --tensor-union" * (name in base.tensors)
                 raise UserError(
                     f"tensor `{name}` is not in {model}, but in others; merge what all have with "
-                    "--tensor-intersection, or keep the base's with --tensor-union"
+                    f"--tensor-intersection{kept}"
                 )
     method = merge_methods.get(config.merge_method)
     tensors = MergedTensors(recipe, files, document.dtype, safe=options.safe_serialization)

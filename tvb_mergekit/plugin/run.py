@@ -63,7 +63,10 @@ def merge_recipe(
     """
     assert options.keys() <= MergeOptions.model_fields.keys()  # others would be dropped
     if document.raw:
-        raise UserError("the models are weight files: use mergekit-pytorch, or list folders")
+        raise UserError(
+            "the models are weight files: use `mergekit-pytorch RECIPE OUT` (of a store "
+            "STORE/recipes/NAME.yml), or list folders"
+        )
     try:
         shard = parse_kmb(out_shard_size)
     except (ValueError, IndexError) as error:

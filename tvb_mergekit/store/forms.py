@@ -282,15 +282,15 @@ def check_kept(inputs: TaskSet, share: float) -> None:
 
     For all entries, most of the models must have the base's 16-bit dtype.
     """
-    key = "--lossless" if share == 1 else "--keep"
+    key = "--lossless" if share == 1 else "a sample (--keep, or fewer than 2 bits)"
     if inputs.settings.basis != "none":
-        raise UserError(f"{key} keeps all tasks: leave out the keys of a basis, or {key}")
+        raise UserError(f"{key} keeps all tasks: leave out the keys of a basis, or the option")
     for task, source in zip(inputs.tasks, inputs.sources, strict=True):
         parts = [(item, item.inputs[inputs.tasks.index(task)]) for item in inputs.items]
         if inputs.adapters or any(part.holds == "delta" for _, part in parts):
             raise UserError(
                 f"{key} keeps entries of models, and that of task `{task}` is not one: keep an "
-                "adapter as it is, or use --bits"
+                "adapter as it is, or use --bits 2 or more"
             )
         if isinstance(source, Lossless):  # its files and its other tensors would be lost
             raise UserError(

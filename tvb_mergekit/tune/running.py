@@ -203,8 +203,9 @@ class ScoreFile:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: cannot be read ({error}); name another --out") from error
         if differing:
+            names = listed([{"tasks": "tasks or their items"}.get(key, key) for key in differing])
             raise UserError(
-                f"{path} holds scores of another tuning ({listed(differing)} differ): name another "
+                f"{path} holds scores of another tuning ({names} differ): name another "
                 "--out, or delete that folder"
             )
         if complete != text:
