@@ -1,7 +1,7 @@
 """Mutations of formulas that the tests must notice: `python tests/mutate.py [WORD ...]`.
 
 Each mutation is made in a copy of the package; its tests run against the copy. Words select
-mutations by file or text. Fails if one is not noticed, or an old text is not in its file once.
+mutations by file or text. Fails if one is not noticed. `test_house.py` looks for the old texts.
 """
 
 import os

@@ -259,7 +259,7 @@ REFUSED: dict[str, str] = {
     "build recipe.yml notes": "already holds mine.txt",
     # where models may go
     "export store store/x --task math": "lies in the input store",
-    "merge store store/x --method add": "lies in the input store",
+    "merge store store/x --method add": "store/x lies in the input",
     "export store math --task math": "already holds weight files",
     # options
     "export store out": ONE,

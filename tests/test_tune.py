@@ -170,7 +170,7 @@ def test_a_kill_and_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tvb(*words(path, out, "--limit", 3, "--grid", "0,1"))  # fewer points, the same tuning
     assert not score.called and len(facts(out)["points"]) == 2
     said = refused(*words(path, out, "--limit", 2, "--grid", "0"))
-    assert "holds scores of another tuning (tasks differ)" in said
+    assert "holds scores of another tuning (tasks or their items differ)" in said
     write(tmp_path, quick(exclude="lm_head"))
     assert "(recipe differ)" in refused(*words(path, out, *more))
 

@@ -113,9 +113,10 @@ def callback(original: Callable[..., Any]) -> Callable[..., Any]:
                 check_names(path, kwargs.get("out_path") or path)
                 ranks.one_only(str(click.get_current_context().command.name))
                 documents, several = recipe.documents(), "intermediate_dir" in kwargs
-                if len(documents) > 1 and not several:
-                    found = f"{path}: {len(documents)} recipes, expected one"
-                    raise UserError(f"{found}; mergekit-multi runs several")
+                count = len(documents) - documents.count(None)
+                if count > 1 and not several:
+                    remedy = "; mergekit-multi runs several" * (schema is MergeConfiguration)
+                    raise UserError(f"{path}: {count} recipes, expected one{remedy}")
                 for document in documents:  # all, before mergekit works on the first
                     _check_document(document, path, schema, several)
         if not ours:

@@ -30,8 +30,8 @@ from tvb_mergekit.tensors.taskset import TaskSet, match
 
 LOG = logging.getLogger(__name__)
 FUSE = (
-    "merge the adapters into models first: --fuse --lora-merge-cache DIR (of `tvb merge` "
-    "--lora-merge-cache DIR without --lora)"
+    "merge the adapters into models first: --fuse --lora-merge-cache DIR (`tvb merge --lora`: "
+    "--lora-merge-cache DIR and a size, as --rank)"
 )
 
 

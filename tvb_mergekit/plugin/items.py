@@ -62,7 +62,8 @@ class MergedTensors:
         """Make an item of each candidate that the base has.
 
         Raises:
-            UserError: Shapes differ, or the base lacks a tensor that the model must have.
+            UserError: Shapes differ, the base lacks a tensor that the model must have, or models
+                lack most of the base.
         """
         note_untested()
         base, exclude = self.recipe.base, self.recipe.settings.exclude
@@ -82,18 +83,22 @@ class MergedTensors:
             return ("", 0) if name is None else (tensors[name].shard, tensors[name].offset or 0)
 
         self.items = sorted(made, key=place)
+        if self.recipe.bases is None:
+            self._check_missing()
         if exclude and "excluded by the recipe" not in self.left_out.values():
             LOG.warning("`exclude: %s` matches no tensor of this merge", exclude)
 
-    def check_share(self) -> None:
-        """Raise UserError if models lack most of the base."""
-        if self.recipe.bases is not None:
-            return
-        why = self.left_out
-        absent = {i.name: i.numel for i in self.items if why.get(i.name, "").startswith("missing")}
-        part = sum(absent.values())
-        whole = part + sum(item.numel for item in self.items if item.tunables)
-        check_share(part, whole, f"{len(absent)} missing in a model ({listed([*absent])})")
+    def _check_missing(self) -> None:
+        """Warn of tensors that a model lacks. Raise UserError if they are most of the base."""
+        reasons = {name: why for name, why in self.left_out.items() if why.startswith("missing")}
+        part = whole = 0
+        for item in self.items:
+            if item.base is not None and item.base.dtype.is_floating_point:
+                part += item.numel * (item.name in reasons)
+                whole += item.numel * (item.name in reasons or item.tunables is not None)
+        check_share(part, whole, f"{len(reasons)} missing in a model ({listed([*reasons])})")
+        for name, why in reasons.items():
+            LOG.warning("tensor `%s` is not in %s: it stays the base's", name, why[11:])
 
     def _item(self, given: Candidate) -> Item:
         recipe, name, whole = self.recipe, given.weight.name, given.whole
@@ -113,8 +118,6 @@ class MergedTensors:
             models = [*rest]
             reason = reason or rule(base, models)
         if reason is not None:
-            if recipe.bases is None and reason.startswith("missing"):
-                LOG.warning("tensor `%s` is not in %s: it stays the base's", name, reason[11:])
             self.left_out[name] = reason
             models = []
         assert base.shape is not None

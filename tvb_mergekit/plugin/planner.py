@@ -89,7 +89,6 @@ def _plan(document: Document, options: MergeOptions, memory: int | None) -> Plan
         recipe, held, document.dtype, document.config.out_dtype, options.safe_serialization, tied
     )
     tensors.fill(candidate(held, w, task, tokenizer, options) for w, task in planner._tensors)
-    tensors.check_share()
     made = planner.arch_info, planner.out_model_config
     return Plan(recipe, options, engine, loaders, tensors, tokenizer, *made)
 
@@ -336,7 +335,7 @@ def _check_adapter(model: ModelReference, cache: str | None) -> None:
 
 
 def input_folders(recipe: Recipe) -> Sequence[str]:
-    """Every local folder that the merge reads; of vectors the store, which holds no other files."""
+    """Every local folder that the merge reads, and the store of its vectors."""
     paths = [] if recipe.bases is None else [recipe.bases.place]
     paths += [model.model.path for model in recipe.every]
     paths += [model.lora.path for model in recipe.models if model.lora]

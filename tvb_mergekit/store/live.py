@@ -42,11 +42,14 @@ class Live:
         check_weights(live_tensors(model, base)[0], base)
         self._items = items_of(bases, base, None, bases.sources)
         self._known = {plain for plain, _ in _parameters(model)}
-        out = [n for n in bases.facts.left_out if n in base.tensors and bases.settings.excludes(n)]
+        reasons = bases.facts.left_out.items()
+        out = [name for name, why in reasons if why.startswith(("excluded", "missing"))]
         if out and bases.facts.store.codec == "lossless":
             LOG.warning(
-                "%s: excluded, so the base's under every task; `tvb export` has the models' own",
+                "%s: left out of %s, so the base's under every task; `tvb export` writes the "
+                "models' own",
                 listed(out),
+                bases.place,
             )
         self._lock = threading.RLock()
         self._current: dict[str, float] | None = {}
@@ -63,7 +66,8 @@ class Live:
 
     def use(self, tasks: str | Mapping[str, float]) -> nn.Module:
         """The model with the weights theta_0 + sum_j scale_j * tau_hat_j, each rounded once to its
-        dtype: for one task those of `tvb export --task`, to the bit.
+        dtype: for one task those of `tvb export --task`, to the bit, except for the tensors that
+        a lossless store leaves out of its task vectors.
 
         tau_hat_j is the reconstructed task vector without the weight that it was built with.
 

@@ -236,7 +236,7 @@ def check_share(part: int, whole: int, why: str) -> None:
     """Raise UserError if models lack most of the base's elements: `part` of `whole`."""
     if 2 * part > whole:
         share = f"{100 * part / whole:.0f} % of the base would be left out"
-        raise UserError(f"{share}: {why}; {ALIKE}")
+        raise UserError(f"{share}: {why}; {ALIKE}, or leave tensors out with `exclude`")
 
 
 def _floating(weights: Weights, settings: Settings) -> dict[str, str]:

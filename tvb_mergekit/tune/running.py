@@ -17,6 +17,7 @@ from tvb_mergekit import __version__
 from tvb_mergekit.atomic import write_file
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.plugin.inputs import Options
+from tvb_mergekit.plugin.planner import input_folders
 from tvb_mergekit.progress import Bar
 from tvb_mergekit.score.benchmark import check_known, repeated
 from tvb_mergekit.score.results import read_results
@@ -94,8 +95,12 @@ def tune(request: TuneRequest) -> Tuned:
     for mistake in _mistakes(request, recipe, points):
         raise UserError(mistake)
     recipe.check(points)
+    inputs = [] if recipe.recipe is None else input_folders(recipe.recipe)
+    for path in inputs:
+        if request.out.resolve().is_relative_to(Path(path).resolve()):
+            raise UserError(f"--out {request.out} lies in the input {path}; name another folder")
     if request.write is not None:
-        check_output_folder(request.write)
+        check_output_folder(request.write, inputs)
     share = recipe.share if request.subsample else 1.0
     choice = ItemChoice(request.limit, share, request.test_share, request.seed)
     size = recipe.output_bytes()
