@@ -380,7 +380,7 @@ def test_the_answer_is_found_in_time() -> None:
         for response in (text * 2048, "The answer is " + text * 2048, r"\(" + text * 2048):
             start = time.process_time()
             answers.find_answer(response), answers.find_answer_flexibly(response)
-            assert time.process_time() - start < 1, response[:40]
+            assert time.process_time() - start < 3, response[:40]
 
 
 # -------------------------------------------------------------------------------------------- BLEU
