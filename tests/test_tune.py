@@ -462,7 +462,7 @@ def test_folders_tasks_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for paths, said in (
         ((path, tmp_path / "mine"), "holds other files (notes.txt)"),
         ((path, path), "is a file; name a folder"),
-        ((path, out, "--write", sum_), "already holds"),
+        ((path, out, "--write", sum_), "is the input"),
         ((path, out, "--write", tmp_path), "lies there; name another"),
         ((sum_, out), "a folder, but not a store"),
     ):

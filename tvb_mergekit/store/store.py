@@ -262,9 +262,9 @@ def load(path: str | os.PathLike[str], without: str = "", task: str = "") -> Bas
         try:
             return _load(folder, without, task)
         except UserError:
-            if not next_to(folder, "previous").is_dir():
+            if not any(next_to(folder, kind).is_dir() for kind in ("new", "previous")):
                 raise
-        time.sleep(wait)  # `tvb add` may have been between its two renames
+        time.sleep(wait)  # a change may have been between its renames
     return _load(folder, without, task)
 
 
