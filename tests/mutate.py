@@ -183,7 +183,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     f"{ENCODERS} -k authors": [
         ("core/encoders/autoencoder.py", "/ size**2", "/ size"),
         ("core/encoders/autoencoder.py", "max(COLDEST,", "min(COLDEST,"),
-        ("core/encoders/autoencoder.py", "beta2=0.999", "beta2=0.99"),
+        ("core/encoders/autoencoder.py", "0.9, 0.999", "0.9, 0.99"),
     ],
     f"{ENCODERS} -k 'exact or finds_less or uniform'": [
         ("core/encoders/exact.py", "-2.0 * (root.T @ left)", "2.0 * (root.T @ left)"),
