@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,7 @@ def measured(
     kinds: Mapping[str, Measure],
     *,
     as_is: bool = False,
+    only: str = "*",
     skipped: type[Exception] | tuple[()] = (),
 ) -> list[Record]:
     """The records of all cells that have a file, after the missing ones were computed.
@@ -139,10 +141,12 @@ def measured(
     Args:
         kinds: a cell's `kind` -> the function that measures it.
         as_is: compute nothing.
+        only: a pattern as of file names; cells whose file it does not match are not computed.
         skipped: errors of a cell that are printed; the other cells are computed.
     """
     wanted = works(source, cells, kinds)
-    missing = [] if as_is else [work for work in wanted if not work.file.exists()]
+    missing = [work for work in wanted
+               if not (as_is or work.file.exists()) and fnmatch(work.file.name, only)]  # fmt: skip
     for work in tqdm(missing, desc=source.label, unit="cell", disable=as_is):
         try:
             compute(work)

@@ -29,6 +29,7 @@ class Asked:
     out: Path
     device: str
     as_is: bool
+    only: str
     keep: bool
     page: Path | None
     report: Path | None
@@ -46,10 +47,10 @@ class Asked:
             parts: makes the cells of each part from the best lambda of this sum.
         """
 
-        def done(cells: list[Cell]) -> list[Record]:
+        def done(cells: list[Cell], only: str = "*") -> list[Record]:
             if self.bills:
                 click.echo("\n".join(bill(works(source, cells, KINDS))))
-            return measured(source, cells, KINDS, as_is=self.as_is, skipped=Missing)
+            return measured(source, cells, KINDS, as_is=self.as_is, only=only, skipped=Missing)
 
         found = done(first)
         if len(found) < len(first):
@@ -57,7 +58,8 @@ class Asked:
         summed = found[-1]["result"]["merges"]["ta"]
         every = parts(summed["scales"]["bases"]["lambda"] if "scales" in summed
                       else summed["lambda"])  # fmt: skip
-        return found + done([cell for part in self.wanted for cell in every[part]])
+        wanted = [cell for part in self.wanted for cell in every[part]]
+        return found + done(wanted, self.only)
 
     def finish(
         self, records_of: Callable[[str, int], list[Record]],
@@ -113,6 +115,8 @@ def study_options(
                      default=("full",), show_default=True, help="May be repeated."),
         click.option("--page", type=page, help="A Markdown page whose marked tables are renewed."),
         click.option("--as-is", is_flag=True, help="Compute nothing: report existing results."),
+        click.option("--only", metavar="PATTERN", default="*",
+                     help="Compute only cells whose file it matches, as 'matrices-*-ties-4-*'."),
         click.option("--report", type=FOLDER,
                      help="Folder of tables and pictures; OUT/report-PRESET by default."),
         click.option("--keep", is_flag=True,

@@ -58,12 +58,16 @@ def test_the_study(mini: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert {r["cell"]["kind"] for r in shipped} == mini.kinds.KINDS.keys() - {"theirs", "theory"}
     assert " 0 of " in study("--bill") and ", unknown time" not in study("--bill")
     before = times(tmp_path)
-    (picked,) = (file for file in before if file.name.startswith("online-magmax"))
+    other, picked = (file for file in sorted(before)
+                     if file.name.startswith(("online-continual_ta", "online-magmax")))  # fmt: skip
     result = json.loads(picked.read_text())["result"]
-    picked.unlink()
+    for file in (picked, other):
+        file.unlink()
+    study("--part", "online", "--only", "online-magmax-*")
+    assert picked.exists() and not other.exists()
     study("--part", "online")
     after = times(tmp_path)
-    assert {file for file in after if after[file] != before.get(file)} == {picked}
+    assert {file for file in after if after[file] != before.get(file)} == {picked, other}
     assert json.loads(picked.read_text())["result"] == result
     study("--as-is")
     assert report[-1].read_text() == tables and times(tmp_path) == after
