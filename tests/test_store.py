@@ -20,6 +20,7 @@ from tiny import TASKS, family, load
 from transformers import AutoConfig, AutoTokenizer
 from worlds import state_dicts
 
+import tvb_mergekit
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.plugin.inputs import Options, read_inputs
@@ -188,6 +189,10 @@ def test_the_files_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         for file_name in (*shards, "model.safetensors.index.json"):
             record = facts["store"]["files"][f"{name}/{file_name}"]
             assert record == writing.file_record(place / file_name)
+    (base / "config.json").write_text("[1]")
+    with pytest.raises(UserError, match="not an object in JSON"):
+        tvb_mergekit.build(base, {"a": models[0]}, tmp_path / "out/other", basis="none")
+    assert not (tmp_path / "out/other").exists()
 
 
 def raw_family(folder: Path, sizes: Mapping[str, tuple[int, ...]]) -> tuple[Path, list[Path]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -260,6 +261,7 @@ def measures(facts: Facts) -> list[str]:
     return lines
 
 
+@cache
 def versions() -> dict[str, str | None]:
     """The packages that a result depends on -> their versions."""
     packages = ("tvb-mergekit", "mergekit", "torch", "transformers", "safetensors")

@@ -330,9 +330,10 @@ def copy_config(
     if source is None or not (source / "config.json").is_file():
         return {}
     try:
-        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{source / 'config.json'}: not JSON ({error}); restore it") from error
+        config = dict(json.loads((source / "config.json").read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        message = f"{source / 'config.json'}: not an object in JSON ({error}); restore it"
+        raise UserError(message) from error
     names = [name for name in COPIED if tokenizer and (source / name).is_file()]
     names += sorted(file.name for file in source.glob("*.py")) if "auto_map" in config else []
     if index is not None:
