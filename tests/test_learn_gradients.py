@@ -294,6 +294,8 @@ def test_a_store_that_fails_leaves_masks_to_resume(case: Case) -> None:
     with mock.patch.object(localize, "Mask", side_effect=AssertionError):
         tvb(*words, "--resume")
     assert load(out) and load_sparse(case.folder / "later" / "basis-002")
+    out.rename(case.folder / "killed")  # as if it had not been published
+    assert "later is complete: leave out --store" in refused(*words, "--resume")
 
 
 def test_a_model_of_other_names_is_refused(case: Case) -> None:

@@ -543,7 +543,9 @@ def test_files_of_others_stay(small: Path) -> None:
         assert foreign.read_bytes() == b"<h1>tvb score of the thesis</h1>\xff"
         if name.startswith("radar"):
             run(*words, "--radar", "none")
+            assert [*Path("out").glob("radar*")] == [foreign]  # its own is of an earlier table
         foreign.write_bytes(own)
+        run(*words)
 
 
 @pytest.mark.parametrize(("width", "encoding"), [(30, "utf-8"), (80, "ascii"), (300, "utf-8")])

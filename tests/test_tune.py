@@ -173,6 +173,8 @@ def test_a_kill_and_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "holds scores of another tuning (tasks or their items differ)" in said
     write(tmp_path, quick(exclude="lm_head"))
     assert "(recipe differ)" in refused(*words(path, out, *more))
+    file.write_text("\n")
+    assert "damaged, or not of `tvb tune`" in refused(*words(path, out, *more))
 
 
 def test_forgetting_one_task(tmp_path: Path) -> None:

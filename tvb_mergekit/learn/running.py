@@ -16,7 +16,7 @@ from tvb_mergekit.learn.work import LEARNED, CostEstimate, Request, Work
 from tvb_mergekit.plugin.inputs import check_for_store
 from tvb_mergekit.plugin.planner import input_folders, planned
 from tvb_mergekit.plugin.run import staged, write_model
-from tvb_mergekit.store.facts import FOLDER
+from tvb_mergekit.store.facts import FACTS, FOLDER
 from tvb_mergekit.store.writer import lock
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.output import check_new_folder, check_output_folder, warn_of_stale_parts
@@ -77,4 +77,9 @@ def _check_places(request: Request) -> None:
         raise UserError(f"--resume: {out} is complete already")
     check_output_folder(out, inputs)
     if request.store is not None:
+        if request.resume and (Path(request.store) / FACTS).is_file():
+            raise UserError(
+                f"--resume: the store {request.store} is complete: leave out --store, or delete "
+                "the store to have it written again"
+            )
         check_new_folder(request.store, inputs)

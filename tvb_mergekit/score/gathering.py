@@ -108,14 +108,17 @@ def check_output(out: str | os.PathLike[str], drawing: bool) -> None:
         raise UserError(f"cannot write {out}: it is a file; name a folder")
     for name in (*FILES, *(f"radar.{kind}" for kind in PICTURES if drawing)):
         path = Path(out, name)
-        if os.path.lexists(path) and not (path.is_file() and MADE.encode() in path.read_bytes()):
+        if os.path.lexists(path) and not _is_ours(path):
             raise UserError(f"cannot write {path}: tvb score did not make it; name another --out")
     if drawing and not can_draw():
         raise UserError("no matplotlib: pip install 'tvb-mergekit[plot]', or give --radar none")
 
 
 def write(found: Table, out: str | os.PathLike[str], radars: Mapping[str, bytes]) -> None:
-    """Write `scores.md`, `scores.json`, `scores.html` and the pictures (suffix -> bytes)."""
+    """Write `scores.md`, `scores.json`, `scores.html` and the pictures (suffix -> bytes).
+
+    Pictures of an earlier table, which are not drawn again, are deleted.
+    """
     text = json.dumps(found.json(), indent=1, allow_nan=False, ensure_ascii=False)
     texts = (markdown(found), f"{text}\n", page(found, radars.get("svg")))
     # file names may hold bytes that are not UTF-8
@@ -124,3 +127,10 @@ def write(found: Table, out: str | os.PathLike[str], radars: Mapping[str, bytes]
     Path(out).mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         write_file(Path(out, name), data)
+    for path in (Path(out, f"radar.{suffix}") for suffix in PICTURES if suffix not in radars):
+        if _is_ours(path):
+            path.unlink()
+
+
+def _is_ours(path: Path) -> bool:
+    return path.is_file() and MADE.encode() in path.read_bytes()

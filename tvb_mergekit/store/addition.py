@@ -97,9 +97,7 @@ def check_new(bases: Bases, inputs: TaskSet) -> None:
     """Raise UserError unless the one model of `inputs` is a new task for the base of `bases`."""
     (task,) = inputs.tasks
     if task in bases.tasks:
-        raise UserError(
-            f"the task {task!r} is in {bases.place} already: give another name with --task"
-        )
+        raise UserError(f"the task {task!r} is in {bases.place} already: give another name")
     check_tasks([*bases.tasks, task], [*bases.facts.models, task])
     bases.check_base(inputs.base, inputs.base_model)
 

@@ -8,6 +8,7 @@ edit because no result depends on them. `docs/files.md` explains each key.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -235,6 +236,13 @@ def read_output(folder: Path) -> tuple[Facts, dict[str, Tensor]]:
 def is_output(path: Path) -> bool:
     """Whether a folder is a merged model with our report."""
     return (path / FOLDER / FACTS).is_file()
+
+
+def check_outside(out: str | os.PathLike[str]) -> None:
+    """Raise UserError if `out` lies in a store or a report, which hold no other files."""
+    for folder in Path(os.path.realpath(out)).parents:
+        if (folder / FACTS).is_file():
+            raise UserError(f"{out} lies in {folder}, beside its {FACTS}; name another place")
 
 
 def record_of(path: Path) -> FileRecord:

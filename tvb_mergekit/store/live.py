@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.store.export import combine, items_of, task_column
-from tvb_mergekit.store.routing import LEARNED, prompt_states
+from tvb_mergekit.store.routing import LEARNED, check_tokens, prompt_states
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.checkpoint import facts_in
 from tvb_mergekit.tensors.source import StateDict, Weights
@@ -91,11 +91,14 @@ class Live:
             ids, mask: [sequences, tokens], `input_ids` and `attention_mask` of the prompts.
 
         Raises:
-            UserError: the file is not for this store's base and tasks.
+            UserError: the file is not for this store's base and tasks, or these are not tokens.
         """
         facts = facts_in(Path(file), LEARNED)
-        tasks: list[str] = facts.get("tasks", [])
-        if facts.get("base") != self._base.fingerprint() or set(tasks) - set(self.tasks):
+        if not {"base", "tasks"} <= facts.keys():
+            raise UserError(f"{file}: there is no file of `tvb learn STORE route`")
+        check_tokens(self.model, ids, mask)
+        tasks: list[str] = facts["tasks"]
+        if facts["base"] != self._base.fingerprint() or set(tasks) - set(self.tasks):
             raise UserError(
                 f"{file}: its base or its tasks are not those of {self.bases.place}; write it by "
                 "`tvb learn STORE route`"

@@ -196,6 +196,22 @@ def routers_in(folder: str | os.PathLike[str]) -> Path | None:
     return file if file.is_file() else None
 
 
+def check_tokens(model: nn.Module, ids: Any, mask: Any) -> None:
+    """Raise UserError unless `prompt_states` accepts these prompts."""
+    counted = isinstance(ids, Tensor) and ids.dtype in (torch.int32, torch.int64)
+    if not (counted and ids.ndim == 2 and ids.numel()):
+        raise UserError("ids: expected `input_ids`, a tensor of integers [sequences, tokens]")
+    body: Any = model
+    known = body.get_input_embeddings().num_embeddings
+    if not 0 <= int(ids.min()) <= int(ids.max()) < known:
+        found = f"{ids.min()} to {ids.max()}"
+        raise UserError(f"ids: from {found}, the model has tokens 0 to {known - 1}")
+    if mask is not None:
+        shaped = isinstance(mask, Tensor) and mask.shape == ids.shape
+        if not (shaped and (mask != 0).any(1).all()):
+            raise UserError("mask: expected `attention_mask`, like `ids`, with a 1 in each row")
+
+
 def prompt_states(model: nn.Module, ids: Tensor, mask: Tensor | None) -> Tensor:
     """The hidden state at the last token of each prompt after half of the layers.
 

@@ -206,7 +206,7 @@ class ScoreFile:
             for row in () if differing else rows:
                 self._found[row["point"], row["task"]] = Scored(row["values"], row["stderrs"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); name another --out") from error
+            raise UserError(f"{path}: damaged, or not of `tvb tune`; name another --out") from error
         if differing:
             names = listed([{"tasks": "tasks or their items"}.get(key, key) for key in differing])
             raise UserError(
