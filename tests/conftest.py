@@ -16,6 +16,11 @@ from worlds import FAMILIES, Models
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the order of files: xdist would begin with those of many tests, which take less time."""
+    config.option.loadscopereorder = False
+
+
 class Venv:
     """A virtual environment that sees the packages of this one, but not this project."""
 
