@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the order of files: xdist would begin with those of many tests, which take less time."""
+    """Keep the order of files: xdist would start files with many tests, which take less time."""
     config.option.loadscopereorder = False
 
 

@@ -135,7 +135,7 @@ def adam(
         scaled = logits / temperature
         encoder = torch.softmax(scaled, dim=0) if softmax else scaled
         error = encoder @ trained - torch.eye(size)
-        loss = torch.trace(error.T @ target @ error) / size**2
+        loss = torch.sum(error * (target @ error)) / size**2
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -258,10 +258,13 @@ REFUSED: dict[str, str] = {
     "build recipe.yml store": "already holds",
     "build recipe.yml notes": "already holds mine.txt",
     # where models may go
-    "export store store/x --task math": "store/x lies in",
-    "inspect store --plot store/x.svg": "beside its basis.json; name another place",
-    "learn store route --data math=m.jsonl --out store/x": "store/x lies in",
-    "score a.json --out store/x": "store/x lies in",
+    "export store store/x --task math": "lies in the input store",
+    "merge store store/x --method add": "store/x lies in the input",
+    "build recipe.yml store/x": "/store, a store or a report; name another place",
+    "check recipe.yml --out store/x": "a store or a report",
+    "inspect store --plot store/x.svg": "a store or a report",
+    "learn store route --data math=m.jsonl --out store/x": "a store or a report",
+    "score a.json --out store": "a store or a report",
     "export store math --task math": "already holds weight files",
     # options
     "export store out": ONE,

@@ -222,9 +222,19 @@ def test_adam_is_the_authors_procedure(keys: dict[str, Any]) -> None:
     np.testing.assert_allclose(found.encoder, want.encoder, atol=1e-5)
     np.testing.assert_allclose(found.decoder, want.decoder, atol=1e-4)
     if softmax:
+        assert np.array_equal(found.encoder, want.encoder / want.encoder.sum(0))
         check_convex(found.encoder)
         assert found.decoder_losses["least_squares"] < found.decoder_losses["learned"]
         assert found.loss == found.decoder_losses[keys.get("decoder", "least_squares")]
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 1), (5, 5), (33, 2)])
+def test_training_has_the_bits_of_autograd(size: int, count: int) -> None:
+    gram, keys = some_gram(2, size), {"steps": 50, "weight_decay": 0.0, "decoder": "learned"}
+    found = solve(gram, num_bases=count, **keys)
+    want = reference.adam(gram, count, **keys)
+    assert np.array_equal(found.decoder, want.decoder)
+    assert np.array_equal(found.encoder, want.encoder / want.encoder.sum(0))
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import weakref
@@ -291,11 +292,15 @@ def test_a_store_that_fails_leaves_masks_to_resume(case: Case) -> None:
     with mock.patch.object(localize, "sparse_store", side_effect=UserError("the disk is full")):
         assert "the disk is full" in refused(*words)
     assert not out.exists() and len(list(Path(f"{out}.partial").iterdir())) == 3
+    masks = Path(shutil.copytree(f"{out}.partial", case.folder / "masks-kept"))
     with mock.patch.object(localize, "Mask", side_effect=AssertionError):
         tvb(*words, "--resume")
-    assert load(out) and load_sparse(case.folder / "later" / "basis-002")
-    out.rename(case.folder / "killed")  # as if it had not been published
-    assert "later is complete: leave out --store" in refused(*words, "--resume")
+        assert load_sparse(case.folder / "later" / "basis-002")
+        out.rename(case.folder / "killed")  # as if killed after the store was complete
+        masks.rename(f"{out}.partial")
+        assert "leave out --store if that run wrote it" in refused(*words, "--resume")
+        tvb(*words[:5], *words[7:], "--resume")
+    assert load(out)
 
 
 def test_a_model_of_other_names_is_refused(case: Case) -> None:

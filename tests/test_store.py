@@ -189,8 +189,8 @@ def test_the_files_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         for file_name in (*shards, "model.safetensors.index.json"):
             record = facts["store"]["files"][f"{name}/{file_name}"]
             assert record == writing.file_record(place / file_name)
-    (base / "config.json").write_text("[1]")
-    with pytest.raises(UserError, match="not an object in JSON"):
+    (base / "config.json").write_text('["ab"]')
+    with pytest.raises(UserError, match="expected an object, found list"):
         tvb_mergekit.build(base, {"a": models[0]}, tmp_path / "out/other", basis="none")
     assert not (tmp_path / "out/other").exists()
 

@@ -418,12 +418,12 @@ def test_tasks_are_chosen_by_the_prompts_of_a_store(case: Case, tmp_path: Path) 
     save_file({"centroids": means.float()}, file)
     ids, mask = batch["input_ids"], batch["attention_mask"]
     for given_, said in {
-        (tmp_path / "none", ids, mask): "there is no file of `tvb learn STORE route`",
-        (file, ids, mask): "there is no file of `tvb learn STORE route`",
+        (tmp_path / "none", ids, mask): "is missing, or is not a file of `tvb learn STORE route`",
+        (file, ids, mask): "is missing, or is not a file of `tvb learn STORE route`",
         (means_file, ids[0], None): "expected `input_ids`, a tensor of integers",
         (means_file, "t1 t2", None): "expected `input_ids`",
         (means_file, ids.float(), mask): "expected `input_ids`",
-        (means_file, ids + 100, mask): "the model has tokens 0 to 95",
+        (means_file, ids + 100, mask): "found 100 to .*; the model has the tokens 0 to 95",
         (means_file, ids, mask[:1]): "expected `attention_mask`, like `ids`",
         (means_file, ids, 0 * mask): "with a 1 in each row",
     }.items():

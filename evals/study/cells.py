@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +145,8 @@ def measured(
         skipped: errors of a cell that are printed; the other cells are computed.
     """
     wanted = works(source, cells, kinds)
-    missing = [work for work in wanted
-               if not (as_is or work.file.exists()) and fnmatch(work.file.name, only)]  # fmt: skip
+    named = [work for work in wanted if fnmatchcase(work.file.name, only)]
+    missing = [] if as_is else [work for work in named if not work.file.exists()]
     for work in tqdm(missing, desc=source.label, unit="cell", disable=as_is):
         try:
             compute(work)

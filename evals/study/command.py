@@ -116,7 +116,7 @@ def study_options(
         click.option("--page", type=page, help="A Markdown page whose marked tables are renewed."),
         click.option("--as-is", is_flag=True, help="Compute nothing: report existing results."),
         click.option("--only", metavar="PATTERN", default="*",
-                     help="Compute only cells whose file it matches, as 'matrices-*-ties-4-*'."),
+                     help="Compute, after the sums, only cells of such names: '*-ties-4-*'."),
         click.option("--report", type=FOLDER,
                      help="Folder of tables and pictures; OUT/report-PRESET by default."),
         click.option("--keep", is_flag=True,

@@ -212,7 +212,9 @@ def route(data: tuple[str, ...], out: str, base: str | None, **values: Any) -> N
     if not Path(out).absolute().parent.is_dir():
         raise UserError(f"--out {out}: no such folder {Path(out).absolute().parent}; make it first")
     from tvb_mergekit.learn.centroids import learn_centroids
+    from tvb_mergekit.tensors.output import check_outside
 
+    check_outside(out)
     engine, trust = engine_of(values), values["trust_remote_code"]
     learn_centroids(bases, folder, data, Path(out), engine.devices[0], trust, engine.progress)
 

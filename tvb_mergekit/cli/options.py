@@ -194,10 +194,6 @@ def careful(values: dict[str, Any], writes: str = "", several: bool = False) -> 
                 values["memory"] = layout.parse_memory(values["memory"])
             if not several:
                 ranks.one_only(click.get_current_context().command_path)
-            if values.get(writes):
-                from tvb_mergekit.store.facts import check_outside
-
-                check_outside(values[writes])
             with ranks.joined(), refusing(out=place, keeps=keeps), unwinding():
                 yield
     except KeyboardInterrupt:

@@ -137,8 +137,10 @@ def inspect(path: str, as_text: bool, lora: bool, plot: str | None, **values: An
 
     if plot is not None:
         from tvb_mergekit.cli import plot as plots
+        from tvb_mergekit.tensors.output import check_outside
 
         plots.check_plot(plot)
+        check_outside(plot)
     if lora:
         _inspect_lora(path, as_text, plot, values)
         return

@@ -112,7 +112,7 @@ class Localize(GradientMethod):
 
     def write(self, folder: Path) -> None:
         super().write(folder)
-        if self.request.store is not None:  # published first: --resume does the model alone
+        if self.request.store is not None:  # complete before the model, which --resume writes
             dense = dense_of(self.request.document, self.plan)
             sparse_store(dense, self.outputs, self.request.store, self.plan.engine)
 

@@ -77,9 +77,8 @@ def _check_places(request: Request) -> None:
         raise UserError(f"--resume: {out} is complete already")
     check_output_folder(out, inputs)
     if request.store is not None:
-        if request.resume and (Path(request.store) / FACTS).is_file():
+        if request.resume and request.partial.is_dir() and (Path(request.store) / FACTS).is_file():
             raise UserError(
-                f"--resume: the store {request.store} is complete: leave out --store, or delete "
-                "the store to have it written again"
+                f"--resume: {request.store} holds a store: leave out --store if that run wrote it"
             )
         check_new_folder(request.store, inputs)

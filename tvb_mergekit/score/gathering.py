@@ -106,6 +106,9 @@ def check_output(out: str | os.PathLike[str], drawing: bool) -> None:
     """Raise UserError if `write` would fail, or replace files that `tvb score` did not make."""
     if Path(out).exists() and not Path(out).is_dir():
         raise UserError(f"cannot write {out}: it is a file; name a folder")
+    from tvb_mergekit.tensors.output import check_outside  # imports torch
+
+    check_outside(Path(out, FILES[0]))
     for name in (*FILES, *(f"radar.{kind}" for kind in PICTURES if drawing)):
         path = Path(out, name)
         if os.path.lexists(path) and not _is_ours(path):
@@ -125,12 +128,13 @@ def write(found: Table, out: str | os.PathLike[str], radars: Mapping[str, bytes]
     files = {n: t.encode(errors="backslashreplace") for n, t in zip(FILES, texts, strict=True)}
     files |= {f"radar.{suffix}": picture for suffix, picture in radars.items()}
     Path(out).mkdir(parents=True, exist_ok=True)
+    stale = [Path(out, f"radar.{suffix}") for suffix in PICTURES if suffix not in radars]
+    stale = [path for path in stale if _is_ours(Path(out, "scores.json")) and _is_ours(path)]
     for name, data in files.items():
         write_file(Path(out, name), data)
-    for path in (Path(out, f"radar.{suffix}") for suffix in PICTURES if suffix not in radars):
-        if _is_ours(path):
-            path.unlink()
+    for path in stale:
+        path.unlink()
 
 
 def _is_ours(path: Path) -> bool:
-    return path.is_file() and MADE.encode() in path.read_bytes()
+    return os.access(path, os.R_OK) and path.is_file() and MADE.encode() in path.read_bytes()

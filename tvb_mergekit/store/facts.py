@@ -8,7 +8,6 @@ edit because no result depends on them. `docs/files.md` explains each key.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,12 +20,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.tensors.output import REPORT
 from tvb_mergekit.tensors.writing import file_record
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-FACTS, TENSORS = "basis.json", "basis.safetensors"
+FACTS, TENSORS = REPORT
 FOLDER = "basis"  # of both in a merged model: beside its weights, some programs would load them
 FORMAT_VERSION, STORE_VERSION = 1, 2  # of `basis.json` of a merge, and of a store
 CHECKSUM = "checksum"
@@ -236,13 +236,6 @@ def read_output(folder: Path) -> tuple[Facts, dict[str, Tensor]]:
 def is_output(path: Path) -> bool:
     """Whether a folder is a merged model with our report."""
     return (path / FOLDER / FACTS).is_file()
-
-
-def check_outside(out: str | os.PathLike[str]) -> None:
-    """Raise UserError if `out` lies in a store or a report, which hold no other files."""
-    for folder in Path(os.path.realpath(out)).parents:
-        if (folder / FACTS).is_file():
-            raise UserError(f"{out} lies in {folder}, beside its {FACTS}; name another place")
 
 
 def record_of(path: Path) -> FileRecord:

@@ -91,11 +91,11 @@ class Live:
             ids, mask: [sequences, tokens], `input_ids` and `attention_mask` of the prompts.
 
         Raises:
-            UserError: the file is not for this store's base and tasks, or these are not tokens.
+            UserError: the file is not for this store's base and tasks; ids or mask do not fit.
         """
         facts = facts_in(Path(file), LEARNED)
         if not {"base", "tasks"} <= facts.keys():
-            raise UserError(f"{file}: there is no file of `tvb learn STORE route`")
+            raise UserError(f"{file} is missing, or is not a file of `tvb learn STORE route`")
         check_tokens(self.model, ids, mask)
         tasks: list[str] = facts["tasks"]
         if facts["base"] != self._base.fingerprint() or set(tasks) - set(self.tasks):

@@ -202,10 +202,10 @@ def check_tokens(model: nn.Module, ids: Any, mask: Any) -> None:
     if not (counted and ids.ndim == 2 and ids.numel()):
         raise UserError("ids: expected `input_ids`, a tensor of integers [sequences, tokens]")
     body: Any = model
-    known = body.get_input_embeddings().num_embeddings
+    known = len(body.get_input_embeddings().weight)
     if not 0 <= int(ids.min()) <= int(ids.max()) < known:
         found = f"{ids.min()} to {ids.max()}"
-        raise UserError(f"ids: from {found}, the model has tokens 0 to {known - 1}")
+        raise UserError(f"ids: found {found}; the model has the tokens 0 to {known - 1}")
     if mask is not None:
         shaped = isinstance(mask, Tensor) and mask.shape == ids.shape
         if not (shaped and (mask != 0).any(1).all()):

@@ -330,10 +330,11 @@ def copy_config(
     if source is None or not (source / "config.json").is_file():
         return {}
     try:
-        config = dict(json.loads((source / "config.json").read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:
-        message = f"{source / 'config.json'}: not an object in JSON ({error}); restore it"
-        raise UserError(message) from error
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"expected an object, found {type(config).__name__}")
+    except ValueError as error:
+        raise UserError(f"{source / 'config.json'}: not JSON ({error}); restore it") from error
     names = [name for name in COPIED if tokenizer and (source / name).is_file()]
     names += sorted(file.name for file in source.glob("*.py")) if "auto_map" in config else []
     if index is not None:

@@ -18,13 +18,22 @@ LOG = logging.getLogger(__name__)
 # Files of a merge besides weights, which an existing output folder must not have.
 WRITTEN = ("config.json", "README.md", "mergekit_config.yml", "basis", "tokenizer.json")
 
+REPORT = ("basis.json", "basis.safetensors")  # files of a store, and of a merged model's basis/
+
+
+def check_outside(out: str | os.PathLike[str]) -> None:
+    """Raise UserError if `out` lies in a store or in a report, which hold no other files."""
+    for folder in Path(os.path.realpath(out)).parents:
+        if all((folder / name).is_file() for name in REPORT):
+            raise UserError(f"{out} lies in {folder}, a store or a report; name another place")
+
 
 def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
     """Refuse an output folder in which two models would mix or a user's files would be lost.
 
     Raises:
-        UserError: it is, lies in or holds an input, or is a file. It holds weights or a file that
-            the merge writes. Its name is not a line of text.
+        UserError: it is, lies in or holds an input, lies in a store, or is a file. It holds weights
+            or a file that the merge writes. Its name is not a line of text.
     """
     check_names(out)
     target = os.path.realpath(out)
@@ -36,6 +45,7 @@ def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ())
             raise UserError(f"the output folder {out} holds the input {path}; name another folder")
         if target.startswith(source + os.sep):
             raise UserError(f"the output folder {out} lies in the input {path}; name another")
+    check_outside(out)
     place = existing(Path(target))
     if not place.is_dir():
         raise UserError(f"the output {out}: {place} is a file; name a folder")

@@ -55,8 +55,8 @@ def _train(
         scaled = logits / temperature
         encoder = torch.softmax(scaled, dim=0) if softmax else scaled
         error = encoder @ decoder - identity
-        # The gradient of Tr(error^T G error) / T^2. These operations in this order give the bits of
-        # autograd and of torch.optim.Adam, which take three times as long.
+        # The gradient of Tr(error^T G error) / T^2, by the operations of autograd and of
+        # torch.optim.Adam in their order: the same bits in a third of the time.
         slope = part * (target @ error) + target.T @ (part * error)
         above, below = slope @ decoder.T, encoder.T @ slope
         if softmax:

@@ -157,13 +157,13 @@ def tensor(array: Array) -> Tensor:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Give PyTorch and the BLAS of NumPy and SciPy one thread; restore their threads at the end.
+    """Give PyTorch and the BLAS of NumPy and SciPy one thread, and no autocast, until the end.
 
     Several threads spin while they wait for each other, at every step on a T x T matrix. That can
     cost a hundred times the work if another process uses a core.
     """
     threads = torch.get_num_threads()
-    with threadpool_limits(1):
+    with threadpool_limits(1), torch.autocast("cpu", enabled=False):
         torch.set_num_threads(1)
         try:
             yield
