@@ -24,6 +24,10 @@ from safetensors.torch import load_file, save_file
 from tiny import gpt2, llama
 
 
+def in_module(name: str, models: Sequence[Any], **more: Any) -> dict[str, Any]:
+    return {**more, "modules": {name: {"models": models}}}
+
+
 @dataclass(frozen=True)
 class Case:
     """One command line, in a folder that holds base, a, b, c and recipe.yml."""
@@ -380,6 +384,9 @@ OF_FILES = {
     ),
     "bin code": Case(setup=payload, wants=("b/pytorch_model.bin", "running code", "safetensors")),
     "no config": Case(setup=removed("b/config.json"), wants=("./b", "no config.json", WEIGHTS)),
+    "unknown module": Case(
+        in_module("decoder", **recipe()), ("`modules`", "no decoder; they have default")
+    ),
     "architectures": Case(setup=gpt, wants=("./b", "GPT2|gpt2", "Llama|llama")),
     "adapter as a model": Case(
         setup=adapter, wants=("./b", "no config.json", "adapter_model.safetensors")

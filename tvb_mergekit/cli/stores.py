@@ -282,7 +282,7 @@ def _standing(
     """
     bases = load_store(store)
     if bases.keeps_tasks and budget is None and dtype:
-        raise UserError(f"--dtype: {store} keeps all tasks as codes; --budget M makes bases")
+        raise UserError(f"--dtype: {store} keeps all tasks; --budget M makes bases")
     if dtype not in (None, own := bases.facts.store.dtype) and not bases.keeps_tasks:
         raise UserError(f"--dtype {dtype}: {store} exists and holds {own}; leave --dtype out")
     exclude = bases.settings.exclude

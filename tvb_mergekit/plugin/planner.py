@@ -25,7 +25,7 @@ from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 from pydantic import PrivateAttr
 
-from tvb_mergekit.errors import UserError, one_line
+from tvb_mergekit.errors import UserError, listed, one_line
 from tvb_mergekit.hub import may_be_on_the_hub
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.items import MergedTensors
@@ -115,6 +115,9 @@ def planned_by_mergekit(config: MergeConfiguration, options: MergeOptions) -> Me
 
     LoaderCache().setup(options=options)
     architecture = get_architecture_info(config, options)
+    if unknown := sorted(set(config.modules or ()) - set(architecture.modules)):
+        known = listed([*architecture.modules])
+        raise UserError(f"`modules`: the models have no {listed(unknown)}; they have {known}")
     out = _model_out_config(config, architecture, trust_remote_code=options.trust_remote_code)
     planner = MergePlanner(config, architecture, options, out)
     # mergekit's own cache holds the configurations of 128 models.
