@@ -23,7 +23,7 @@ from tvb_mergekit.score.benchmark import check_known, repeated
 from tvb_mergekit.score.results import read_results
 from tvb_mergekit.store.writer import lock
 from tvb_mergekit.tensors.layout import MEMORY
-from tvb_mergekit.tensors.output import check_disk, check_output_folder
+from tvb_mergekit.tensors.output import check_disk, check_output_folder, check_outside
 from tvb_mergekit.tune import harness, search
 from tvb_mergekit.tune.harness import EvalTask, ItemChoice, LmEval, Scored
 from tvb_mergekit.tune.merges import TunedRecipe, read_tuned
@@ -99,6 +99,7 @@ def tune(request: TuneRequest) -> Tuned:
     for path in inputs:
         if request.out.resolve().is_relative_to(Path(path).resolve()):
             raise UserError(f"--out {request.out} lies in the input {path}; name another folder")
+    check_outside(request.out)
     if request.write is not None:
         check_output_folder(request.write, inputs)
     share = recipe.share if request.subsample else 1.0
