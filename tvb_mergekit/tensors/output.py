@@ -17,7 +17,6 @@ from tvb_mergekit.tensors.checkpoint import weight_files
 LOG = logging.getLogger(__name__)
 # Files of a merge besides weights, which an existing output folder must not have.
 WRITTEN = ("config.json", "README.md", "mergekit_config.yml", "basis", "tokenizer.json")
-
 REPORT = ("basis.json", "basis.safetensors")  # files of a store, and of a merged model's basis/
 
 
