@@ -26,7 +26,7 @@ SPANS = ("ae_exact", "ae_adam_5", "balanced", "pca")  # turned, they span the sa
 ANNEALED = 0.75  # of T: from this M on the paper anneals its encoder online
 ZOOS = (8, 4, 3, 2)
 STORED = tuple(f"{label}_{m}" for label in ("balanced", "pca", "ae_exact") for m in (2, 5, 8))
-OTHERS = tuple(how for how in RIVALS if not how.startswith("svd"))
+OTHERS = tuple(how for how in RIVALS if how.startswith(("tvq", "rtvq", "bitdelta", "deltatensors")))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ ALPHAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 SHARES = (0.5, 0.25, 0.1, 0.05, 0.02)  # of entries that are sampled
 ZOOS = (4, 2)
 RANKS = (4, 8, 16, 32, 64)
-RIVALS = ("bitdelta_projections", "deltatensors_quantized", "svd_1", "svd_0.25")
+RIVALS = ("bitdelta_projections", "deltatensors_quantized", "svd_1", "svd_0.25", "tsvc",
+          "delta_come", "signs_svd", "ultradelta")  # fmt: skip
 STITCHED = ("localize", "dataless")
 SLOW = ("adamerging", "atlas")  # hours on two cores
 MATRIX = ("wudi_300", "wudi_30", "tsvm", "iso", "wudi", "iso_cts")  # the most telling first
@@ -125,8 +126,8 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
                                for each in routed))],
         "bytes": [stored | {"how": how} for how in
                   ("all", *["lossless"][plan.adapters :], *(f"keep_{share}" for share in SHARES),
-                   *(f"zoo_{bits}" for bits in ZOOS), f"balanced_{half}",
-                   *(f"merged_{how}" for how in RIVALS))],
+                   *(f"zoo_{bits}" for bits in ZOOS), f"balanced_{half}")]
+        + [stored | {"how": f"merged_{how}", "merges": ["wudi_30"]} for how in RIVALS],
         "adapters": [stored | {"how": f"rank_{rank}", "merges": []} for rank in RANKS],
         "negation": [forgotten | {"kind": "negation", "basis": label, "num_bases": count}
                      for label, count in (("plain", None), ("ae_exact", half), ("balanced", half),

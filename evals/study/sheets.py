@@ -56,6 +56,10 @@ NAMES = {  # of labels that do not speak for themselves; the others are names of
     "deltatensors_quantized": "deltatensors, quantized",
     "svd_1": "SVD, 1 bit",
     "svd_0.25": "SVD, 0.25 bits",
+    "tsvc": "TSV-C",
+    "delta_come": "Delta-CoMe, not calibrated",
+    "signs_svd": "signs and SVD, as D-QRELO",
+    "ultradelta": "UltraDelta, 10 %",
 }
 BASES = ("none", "balanced", "groups", "ae_exact", "ae_adam_5", "ae_adam_1", "ae_annealed",
          "linear_ae", "pca", "rand_select")  # fmt: skip

@@ -2,9 +2,12 @@
 
 import importlib
 import json
+import math
+import shutil
 import sqlite3
 import sys
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +17,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 EVALS = Path(__file__).resolve().parents[2]
 RECIPE = EVALS.parent / "recipes/smollm2"
@@ -24,7 +28,8 @@ def real() -> Iterator[SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EVALS)
         patch.syspath_prepend(RECIPE)
-        names = ("tasks", "model", "train", "plan", "run", "sheets", "study", "rounding", "fixed")
+        names = ("tasks", "model", "train", "plan", "run", "sheets", "study", "rounding", "fixed",
+                 "lossless")  # fmt: skip
         yield SimpleNamespace(
             **{name: importlib.import_module(f"real.{name}") for name in names},
             get_base=importlib.import_module("get_base"),
@@ -126,6 +131,36 @@ def test_bits_of_trainings_are_measured_once(real, world, monkeypatch):
     real.rounding.round_randomly(weights)
     assert set(weights.tolist()) == {1.0, 1 + 2.0**-7}
     assert abs((weights > 1).float().mean() - 0.25) < 0.01
+
+
+def test_bits_of_lossless_stores_next_to_their_bound(real, world):
+    """The entropy is that of the ranks among all values of bfloat16."""
+    folder = world / "out/seed0/full/one"
+    shutil.copytree(world / "out/base", folder)
+    base = load_file(folder / "model.safetensors")
+    torch.manual_seed(1)
+    tuned = {n: (w.float() * (1 + torch.randn(w.shape) / 200)).bfloat16() for n, w in base.items()}
+    save_file(tuned, folder / "model.safetensors", {"format": "pt"})
+    done = CliRunner().invoke(real.lossless.main, ["--out", str(world / "out")])
+    assert done.exit_code == 0, done.output
+    (row,) = [line.split("│")[1:-1] for line in done.stdout.splitlines() if "│ one" in line]
+    store, bound, alone, xor, *_ = map(float, row[1:])
+    values = torch.arange(2**16).to(torch.int32).to(torch.uint16).view(torch.bfloat16).float()
+    ranks = {
+        value: rank for rank, value in enumerate(sorted({v for v in values.tolist() if v == v}))
+    }
+    steps: dict[int, Counter[int]] = {}
+    for name, weights in base.items():
+        pairs = zip(weights.flatten().tolist(), tuned[name].flatten().tolist(), strict=True)
+        for before, after in pairs:
+            exponent = math.frexp(before)[1]
+            steps.setdefault(exponent, Counter())[ranks[after] - ranks[before]] += 1
+    bits = -sum(n * math.log2(n / sum(c.values())) for c in steps.values() for n in c.values())
+    numel = sum(weights.numel() for weights in base.values())
+    assert bound == pytest.approx(bits / numel, abs=6e-4)
+    assert bound < xor < alone < 16.5 and store > bound
+    bare = CliRunner().invoke(real.lossless.main, ["--out", str(world), "--seed", "3"])
+    assert "seed3/full has no specialists" in bare.output
 
 
 def test_the_study(real, world, monkeypatch, tmp_path):

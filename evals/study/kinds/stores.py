@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from tvb_mergekit.store.lora import AdapterExport, NewAdapter, items_of_model
 from tvb_mergekit.tensors.adapter import WEIGHTS
 from tvb_mergekit.tensors.factoring import Truncation
 
-RIVALS: dict[str, Callable[[Sequence[rivals.Vector]], rivals.Kept]] = {
+RIVALS: dict[str, Callable[..., rivals.Kept]] = {
     "tvq_4": partial(rivals.tvq, bits=4),
     "tvq_3": partial(rivals.tvq, bits=3),
     "tvq_2": partial(rivals.tvq, bits=2),
@@ -40,6 +40,10 @@ RIVALS: dict[str, Callable[[Sequence[rivals.Vector]], rivals.Kept]] = {
     "deltatensors_quantized": partial(rivals.deltatensors, strategy="quantized"),
     "svd_1": partial(rivals.svd, bits=1),
     "svd_0.25": partial(rivals.svd, bits=0.25),
+    "tsvc": rivals.svd,  # of the share that `_theirs` names
+    "delta_come": partial(rivals.delta_come, bits=1),
+    "signs_svd": partial(rivals.signs_and_svd, bits=0.25),
+    "ultradelta": partial(rivals.ultradelta, share=0.1),
 }
 
 
@@ -78,11 +82,12 @@ def measure(run: Run, cell: Cell) -> dict[str, Any]:
 def _theirs(run: Run, how: str, place: Path) -> tuple[tvb_mergekit.Bases, int]:
     """Bases over the decoded vectors, as if of other models; and the bytes."""
     together = how == "rtvq"  # its mean needs all of them
+    more = {"share": 1 / len(run.tasks)} if how == "tsvc" else {}
     groups = [run.tasks] if together else [(task,) for task in run.tasks]
     models, nbytes = dict[str, Path](), 0
     for tasks in groups:
         vectors = [run.task_vector(task) for task in tasks]
-        kept = RIVALS[how]([{n: each.cpu() for n, each in v.items()} for v in vectors])
+        kept = RIVALS[how]([{n: each.cpu() for n, each in v.items()} for v in vectors], **more)
         nbytes += kept.nbytes
         for task, vector in zip(tasks, kept.vectors, strict=True):
             models[task] = place / f"{task}.safetensors"
