@@ -114,7 +114,7 @@ def test_mistakes_are_user_errors(world: World, tmp_path: Path) -> None:
         "the budget is 2, and the": lambda: tvb.add(three, base, models["math"], "new", budget=2),
         "unknown task 'x'": lambda: tvb.build(base, models, weights={"x": 1.0}),
         "has shape": lambda: tvb.build(base, short),
-        "`basis`: the models are bases of": lambda: tvb.merge(bases, base, basis="ae"),
+        "`basis` was set when": lambda: tvb.merge(bases, base, basis="ae"),
         "random directions": lambda: tvb.merge(projected, base),
         "belongs to the base": lambda: tvb.merge(bases, other),
         "and the weights of": lambda: tvb.reconstruct(bases, other, "math"),

@@ -266,7 +266,7 @@ def one_line(result: Result) -> str:
 BOTH = ("basis-000", "basis-001")
 REFUSED: dict[str, tuple[str, Sequence[str], dict[str, Any]]] = {
     # the message -> method, what is listed (beside the store: see `standing`), parameters
-    "`num_bases`: the models are bases of": ("basis_ta", BOTH, {"num_bases": 2}),
+    "`num_bases` was set when": ("basis_ta", BOTH, {"num_bases": 2}),
     "`tvb export STORE OUT --basis K`": ("task_arithmetic", BOTH, {"weight": 0.5}),
     "and linear takes models": ("linear", ("math", "basis-000"), {"weight": 1}),
     "nothing else, basis-000, basis-001": ("basis_ta", BOTH[:1], {}),
