@@ -18,7 +18,7 @@ from test_lossless import same
 from test_store import in_shards, stop_at
 from tiny import TASKS, llama, load
 from transformers import AutoModelForCausalLM
-from worlds import THREE, Models, configure, hub, save
+from worlds import THREE, Models, configure, hub, other_order, save
 
 import tvb_mergekit
 from tvb_mergekit.errors import UserError
@@ -54,12 +54,20 @@ def tied_twice(folder: Path) -> Models:
     return made
 
 
+def other_order_in_bfloat16(folder: Path) -> Models:
+    made = other_order(folder)
+    for place, state in zip((made.base, *made.models.values()), made.states, strict=True):
+        save(place, {name: tensor.bfloat16() for name, tensor in state.items()})
+    return made
+
+
 FAMILIES: dict[str, tuple[Callable[[Path], Models], dict[str, Any]]] = {
     "shards": (partial(bfloat, llama, max_shard_size="30KB"), {}),
     "float16": (partial(hub, llama, dtypes=(torch.float16,), scale=0.002), {}),
     "tied": (partial(bfloat, partial(llama, tie_word_embeddings=True)), {}),
     "tied, twice in one": (tied_twice, {}),
     "more tokens": (more_tokens, {"exclude": EMBEDDINGS}),
+    "other order": (other_order_in_bfloat16, {"extra": {"tokenizer_source": "base"}}),
 }
 
 
@@ -321,8 +329,20 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "over itself": ("build {l} {o} --lossless", "is a vector of a store: list the model"),
     "float32": ("build {f} {o} --lossless", "`math` has float32, the base float32. Save all"),
     "a wide base": ("build {w} {o} --lossless", "`math` has bfloat16, the base float32. Save all"),
+    "an adapter and a budget": ("add {s} {a} --task new --budget 9", "is an adapter: fuse it"),
     "bits of a new task": ("add {s} {m} --task new --bits 2", "is lossless, and keeps the new t"),
 }
+
+
+def adapter(family: Models, folder: Path) -> Path:
+    pair = {"lora_A": torch.ones(2, 32), "lora_B": torch.ones(32, 2)}
+    place, layer = folder / "adapter", "base_model.model.model.layers.0.self_attn.q_proj"
+    place.mkdir()
+    save(place, {f"{layer}.{side}.weight": tensor for side, tensor in pair.items()})
+    (place / "model.safetensors").rename(place / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
+    (place / "adapter_config.json").write_text(json.dumps(config))
+    return place
 
 
 @pytest.mark.parametrize("case", MISTAKES)
@@ -340,9 +360,25 @@ def test_mistakes_are_one_line(case, world, family, built, tmp_path):
         "o": tmp_path / "out",
         "s": built.path,
         "m": family.models["poems"],
+        "a": f"{family.base}+{adapter(family, tmp_path)}",
     }
     assert message in refused(*words.format(**places).split())
     assert not (tmp_path / "out").exists()
+
+
+def test_weight_files(family: Models, tmp_path: Path) -> None:
+    """Recipes over the vectors of weight files need the store's base, too."""
+    base, *files = (Path(p) / "model.safetensors" for p in (family.base, *family.listed))
+    names = {0: {"task": "a"}, 1: {"task": "b"}}
+    made = recipe("basis_ta", base, files[:2], names, basis="none")
+    for form in ("--lossless", "--keep=0.5", "--bits=8"):
+        store = tmp_path / f"store{form}"
+        tvb("build", write(made, tmp_path / "r"), store, form, "--quiet")
+        assert "2 task vectors" in tvb("inspect", store / "recipes/add.yml").stdout
+        listed = [store / task / "model.safetensors" for task in "ab"]
+        told = recipe("basis_ta", files[2], listed, basis="balanced", num_bases=1)
+        words = "build", write(told, tmp_path / "other"), tmp_path / "no", "--quiet"
+        assert "belongs to the base" in refused(*words)
 
 
 def test_the_library(family: Models, tmp_path: Path) -> None:

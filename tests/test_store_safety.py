@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -319,6 +320,11 @@ def test_a_change_that_was_killed_between_its_renames(here: Path) -> None:
     mend = f"mv {here}/grown.new {here}/grown"
     for words in ("undo grown", "inspect grown", "add grown f --task f --budget 3 --base base"):
         assert mend in refused(*words.split())
+    (here / "grown.new/.unfinished").touch()  # a kill leaves it, and waiting writers must too
+    for change in (tvb_mergekit.undo, partial(tvb_mergekit.remove, task="e")):
+        with pytest.raises(UserError, match="a change was interrupted"):
+            change(here / "grown")
+    (here / "grown.new/.unfinished").unlink()
     assert os.system(mend) == 0
     assert contents(here / "grown") == second
     for name in ("grown.new", "grown.previous"):
@@ -417,6 +423,18 @@ def test_a_store_that_was_moved_works(method: str, here: Path, tmp_path: Path) -
     found = tiny.load(tmp_path / "out")
     assert all(torch.equal(found[name], tensor) for name, tensor in want.items())
     tvb("export", place / "store", "exported", "--task", "a", "--quiet")
+
+
+def test_a_moved_store_finds_its_base_after_a_removal(here: Path, tmp_path: Path) -> None:
+    made = recipe("basis_ta", here / "base", [here / task for task in "ab"], basis="none")
+    tvb("build", write(made, here / "both"), "both", "--bits", "8", "--quiet")
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    for name in ("both", "base"):
+        shutil.move(here / name, place / name)
+    os.chdir(tmp_path)
+    tvb("remove", place / "both", "--task", "a")
+    tvb("export", place / "both", "exported", "--task", "b", "--quiet")
 
 
 def test_a_store_is_merged_without_a_recipe(here: Path) -> None:

@@ -25,6 +25,7 @@ from worlds import SIX, Models
 
 import tvb_mergekit
 from tvb_mergekit.core.quantize import Width, block_bytes
+from tvb_mergekit.store import api
 from tvb_mergekit.store import store as stores
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.engine import Engine
@@ -281,11 +282,16 @@ def test_a_task_joins_and_leaves(llamas: Models, tmp_path: Path) -> None:
     assert first.path is not None and before.keys() <= files(store).keys()
 
 
-@pytest.mark.parametrize(("compress", "budget"), [("ae", 3), ("balanced", 3), ("balanced", 9)])
-def test_task_vectors_go_over_to_algorithm_1(llamas, budget, compress, tmp_path):
+@pytest.mark.parametrize(
+    ("compress", "budget", "form"),
+    [("ae", 3, "--bits 2"), ("balanced", 3, "--bits 2"), ("balanced", 9, "--bits 2"),
+     ("ae", 3, "--keep 0.3"), ("balanced", 9, "--keep 0.1")],
+)  # fmt: skip
+def test_task_vectors_go_over_to_algorithm_1(llamas, budget, compress, form, tmp_path):
     store = tmp_path / "store"
-    old = llamas.build(store, "--bits", 2, tasks=TASKS)
-    found = dense(old)
+    old = llamas.build(store, *form.split(), tasks=TASKS)
+    old.check_base(api.open_model(llamas.base), "the base")
+    found = vectors_of(old) * old.scales
     words = ("--task", "poems", "--budget", budget, "--compress", compress, "--quiet")
     done = tvb("add", store, llamas.models["poems"], *words)
     assert "by Algorithm 1" in done.output and "relative error at most: math" in done.output

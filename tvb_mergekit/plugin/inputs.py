@@ -81,6 +81,7 @@ def by_factors(document: Document, options: Options) -> bool:
 def _raw_inputs(document: Document) -> TaskSet:
     recipe = document.recipe
     base = open_file(recipe.base)
+    recipe.check_base(base)
     sources = [*recipe.opened.values()] or [open_file(model) for model in recipe.models]
     holds: Holds = "weight" if recipe.bases is None else "delta"
     found, notes = match(base, sources, recipe.tasks, recipe.settings, holds)

@@ -75,6 +75,8 @@ def merge_to_adapter(
     else:
         with planned(document, options, engine.memory) as plan:
             tasks, basis = tasks_for_store(document, plan), plan.build()
+            every = zip(tasks.items, plan.tasks.items, strict=True)  # names seed rand_proj
+            tasks.items = [replace(one, counted_as=other.counted_as) for one, other in every]
 
     items, known = changes_of(basis, tasks.items, engine), dict[str, Factors]()
     if not any(size):
@@ -105,6 +107,10 @@ def _with_tunables(document: Document, tasks: TaskSet) -> TaskSet:
     """
     if any(map(_is_graded, document.varying.values())):
         raise UserError(f"{GRADIENT}; {FUSE}")
+    if any(module.parameters for module in (document.config.modules or {}).values()):
+        raise UserError(
+            f"`parameters` of `modules` need mergekit's plan: name them at the top; {FUSE}"
+        )
     spec, given = merge_methods.get(document.config.merge_method).spec, document.config.parameters
     items = []
     for item in tasks.items:

@@ -107,6 +107,11 @@ def _compression(bases: Bases, inputs: TaskSet, growth: Growth) -> Compression:
             f"{where} holds bases at {counted(bases.facts.bits or 0.0, 'bit')}, which would lose "
             "more with every task: build a store without --bits, or with `basis: none`"
         )
+    if store.codec == "lossless" and inputs.adapters:
+        raise UserError(
+            f"{where} holds models, and that of task `{inputs.tasks[0]}` is an adapter: fuse it "
+            "first (--fuse --lora-merge-cache DIR)"
+        )
     if store.codec == "sparse":
         raise UserError(
             f"{where} holds sparse bases, whose masks were learned for its tasks: learn them again "
@@ -168,8 +173,8 @@ class _Addition:
             sum(item.numel for item in self.items),
             held["encoder"],
             held["decoder"],
-            # The Gram matrix of a store of codes is of the task vectors before their codes.
-            held.get("gram") if bases.facts.store.codec != "codes" else None,
+            # The Gram matrix of codes and samples is of the task vectors before them.
+            held.get("gram") if bases.facts.store.codec not in ("codes", "sampled") else None,
             held.get("basis_weights"),
             held["norms"],
             held["errors"],

@@ -26,7 +26,7 @@ from tvb_mergekit.store import forms
 from tvb_mergekit.store.export import write_originals
 from tvb_mergekit.store.facts import FileRecord
 from tvb_mergekit.store.forms import Quantize, check_kept, keeping_of
-from tvb_mergekit.store.store import Bases, load, open_vector, read_store_facts
+from tvb_mergekit.store.store import Bases, base_of, load, open_vector, read_store_facts
 from tvb_mergekit.store.vectors import Vectors, local_path, write_vectors
 from tvb_mergekit.store.writer import StoreWriter, changing
 from tvb_mergekit.tensors.engine import Engine
@@ -127,7 +127,8 @@ def with_vectors(vectors: Sequence[Weights], items: Sequence[Item]) -> list[Item
     """The items with the vectors of a store as inputs before their own."""
     made = []
     for item in items:
-        parts = (Part.of(vector, item.name, "delta") for vector in vectors)
+        parts = [Part.of(vector, item.name, "delta") for vector in vectors]
+        parts = [replace(part, share=1.0) for part in parts]  # samples, as they are stored
         made.append(replace(item, inputs=(*parts, *item.inputs)))
     return made
 
@@ -280,6 +281,7 @@ def remove_task(path: str | os.PathLike[str], task: str) -> Bases:
             return {name: value for name, value in of.items() if name != task}
 
         store = {**facts.store, "model_bytes": facts.store.model_bytes * (count - 1) // count}
+        store["base_path"] = local_path(base_of(facts, writer.store)) or facts.store.base_path
         known = {facts.base_model, *models}
         history = {
             **facts,

@@ -190,7 +190,11 @@ def write_originals(
     """Write what the vectors in `folders` below `place` lack of the models; returns the files."""
     made: dict[str, FileRecord] = {}
     for k, (name, source) in enumerate(zip(folders, inputs.sources, strict=True)):
-        held = {item.name for item in inputs.items if item.inputs[k].name == item.name}
+        held = {  # but tensors that a tokenizer has aligned, which are in memory
+            item.name
+            for item in inputs.items
+            if (part := item.inputs[k]).name == item.name and (source.in_memory or not part.held)
+        }
         folder, known = place / name, inputs.base.tensors
         items = []
         for own, info in source.tensors.items():

@@ -200,6 +200,8 @@ def form_of(inputs: TaskSet, wanted: Quantize) -> Form:
             every = ", ".join(map(str, BITS))
             raise UserError(f"--bits {wanted.bits:g} is for task vectors; bases take {every}")
         return Form(share=share_for(inputs, wanted.bits))
+    if inputs.settings.bases_of(len(inputs.tasks)) is None:
+        raise UserError("--size: `energy` chooses M after the bytes are shared; give num_bases")
     fixed = fixed_bytes(inputs, count)
     room = wanted.size - fixed
     if room <= 0:

@@ -185,8 +185,8 @@ class Bases:
         for key in () if self.keeps_tasks else given:
             if key in GLOBAL_KEYS and key not in (*MERGING_KEYS, "exclude"):
                 raise UserError(
-                    f"`{key}` was set when the bases were built ({self.place}): leave the key out, or "
-                    "list the fine-tuned models"
+                    f"`{key}` was set when the bases were built ({self.place}): leave the key out, "
+                    "or list the fine-tuned models"
                 )
         if self.basis == "rand_proj" and method != "basis_negate":
             raise UserError(

@@ -36,6 +36,7 @@ class StoreWriter:
     def __init__(self, path: str | os.PathLike[str], folder: Path | None = None) -> None:
         self.store = Path(os.path.realpath(path))
         self.folder = folder or next_to(self.store, "new")
+        self._begun = False
 
     def begin(self) -> None:
         """Make the folder. A folder that an interrupted change has left is deleted.
@@ -49,10 +50,11 @@ class StoreWriter:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         (self.folder / MARK).touch()
+        self._begun = True
 
     def discard(self) -> None:
-        """Delete the folder of a change that was not published."""
-        if (self.folder / MARK).is_file():
+        """Delete the folder of a change that was begun here and not published."""
+        if self._begun and (self.folder / MARK).is_file():
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def keep(self, bases: Bases, without: str = "") -> dict[str, FileRecord]:
