@@ -389,6 +389,7 @@ def test_what_is_refused(case: Case, tmp_path: Path) -> None:
         ("--data chat=/nowhere: No such file", plain, *files[:-1], "chat=/nowhere"),
         ("`basis` is pca, whose encoder has negative weights", pca, *files),
         ("`merge_method` is basis_ties", ties, *files),
+        ("no tensor takes part", case.recipe("nothing", basis="none", exclude="."), *files),
         ("--data: --from names finished statistics", plain, "--from", tmp_path, *files),
         ("not an --out of `tvb learn`", plain, "--from", tmp_path),
         ("expected TASK=FILE", plain, *files, "--data", f"={empty}"),
@@ -413,6 +414,12 @@ def test_from_leaves_an_unfinished_run(case: Case, caplog: pytest.LogCaptureFixt
     with mock.patch("tvb_mergekit.learn.running.write_model", side_effect=KeyboardInterrupt):
         tvb("learn", source, "fisher", *case.words, "--quiet", "--out", out, code=130)
     left = {file: file.read_bytes() for file in Path(f"{out}.partial").iterdir()}
+    fewer = case.recipe("two-runs-fewer", basis="none", exclude="mlp")
+    other = refused("learn", fewer, "fisher", *case.words, "--resume", "--quiet", "--out", out)
+    assert "differs from this command in tensors" in other
+    words = ["--from", first.folder, "--quiet", "--out", case.folder / "no"]
+    more = refused("learn", fewer, "regmean", *words)
+    assert "statistics of other tensors than this recipe's" in more
     words = ["learn", source, "regmean", "--from", first.folder, "--quiet", "--out", out]
     full = OSError(errno.ENOSPC, "No space left on device")
     for error, code, told in (

@@ -312,6 +312,9 @@ def test_finished_routers_are_merged_by_resume(case: Case, monkeypatch: Any) -> 
     assert file.is_file() and not out.exists()
     other = refused(*words, "--resume", "--depth", 2)
     assert "differs from this command in depth" in other
+    moved = case.recipe("moved", basis="none", dtype="bfloat16", **{"lambda": 0.5})
+    other = refused(words[0], moved, *words[2:], "--resume")  # another lambda
+    assert "differs from this command in lambda, lambdas" in other
     monkeypatch.setattr(wemoe, "Routed", None)
     tvb(*words, "--resume")
     assert {t.dtype for n, t in held_in(out).items() if ".router." not in n} == {torch.bfloat16}

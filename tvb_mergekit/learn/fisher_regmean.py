@@ -108,6 +108,10 @@ class StatisticsMethod(Work):
                 raise UserError(f"--from {source}: no statistics of {task} ({file})")
             if facts["weights"] != self.models.weights(task):
                 raise UserError(f"{file}: statistics of another model than this recipe's {task}")
+            if facts.get("tensors") != self.tensors_hash:
+                raise UserError(
+                    f"{file}: statistics of other tensors than this recipe's (`exclude`)"
+                )
             self.tasks_facts.append(facts)
         return self.outputs
 
@@ -119,7 +123,7 @@ class StatisticsMethod(Work):
         files = dict(zip(self.tasks, self.outputs, strict=True))
         self.tasks_facts = self._wanted()
         wanted = {facts["task"]: facts for facts in self.tasks_facts}
-        done = [task for task in self.tasks if files[task].is_file()]
+        done = world.share(lambda: [task for task in self.tasks if files[task].is_file()])
         for task in done:
             kept.check_same(files[task], kept.STATISTICS, wanted[task])
         if done:
@@ -136,6 +140,7 @@ class StatisticsMethod(Work):
     def _wanted(self) -> list[dict[str, Any]]:
         keys = ("method", "seed", "samples", "precision")
         same, weights = {key: getattr(self.request, key) for key in keys}, self.models.weights
+        same["tensors"] = self.tensors_hash
         return [{**facts, **same, "weights": weights(facts["task"])} for facts in self.data_facts()]
 
     def _sums(self, task: str, update: Any) -> dict[str, Tensor]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import logging
 import re
 from abc import abstractmethod
@@ -116,13 +114,12 @@ class GradientMethod(Work):
             scale: of the bases, if the file depends on it.
         """
         request, plan = self.request, self.plan
-        tensors = json.dumps([[item.name, list(item.shape)] for item in plan.tasks.items])
         return {
             "bases": {
                 "fingerprints": list(plan.tasks.fingerprints.values()),
                 "encoder": bases_of(plan).tolist(),
                 "scale": scale,
-                "tensors": hashlib.sha256(tensors.encode()).hexdigest(),
+                "tensors": self.tensors_hash,
             },
             "data": [[file.task, file.sha256] for file in self.files],
             **{key: getattr(request, key) for key in SHAPING},
@@ -247,6 +244,10 @@ class Coefficients(Moving):
         example = next(iter(bases.values()))
         value = example.new_zeros(rows.count, example.shape[0]) + torch.as_tensor(start).to(example)
         if nonnegative:
+            if float(value.min()) <= 0:
+                raise UserError(
+                    "--nonnegative begins at the recipe's `lambda`: make it larger than 0"
+                )
             value.sqrt_()
         self.variables = [value.requires_grad_()]
 
@@ -377,6 +378,6 @@ def blocks_of(item: Item, blocks: int) -> list[tuple[int, Item]]:
     starts = [0, *itertools.accumulate(sizes)]
     return [
         (start, slice_of(item, start, (size,)))
-        for start, size in zip(starts, sizes, strict=False)
-        if size or not start
+        for number, (start, size) in enumerate(zip(starts, sizes, strict=False))
+        if size or not number
     ]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mergekit.common import dtype_from_name
 from torch import Tensor
 
 from tvb_mergekit.core.learned import Stitch
@@ -45,7 +46,7 @@ class Localize(GradientMethod):
     @property
     def _dtype(self) -> torch.dtype:
         """The dtype of masked bases: that of the output, if it has one."""
-        wanted = getattr(torch, self.plan.tensors.out_dtype or "float32")
+        wanted = dtype_from_name(self.plan.tensors.out_dtype or "float32")
         return wanted if wanted in DTYPES else torch.float32
 
     @property

@@ -20,7 +20,7 @@ from tvb_mergekit.learn.data import Batch
 from tvb_mergekit.learn.descent import Moving
 from tvb_mergekit.learn.gradients import GradientMethod
 from tvb_mergekit.learn.models import bases_of
-from tvb_mergekit.learn.work import CostEstimate, Request
+from tvb_mergekit.learn.work import CostEstimate, Request, hash_of
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.store.live import LiveSink
 from tvb_mergekit.store.routing import BLOCK, ROUTERS, Routed, routed_parameters, router_of
@@ -94,11 +94,12 @@ class Wemoe(GradientMethod):
         return [self.place / ROUTERS]
 
     def _own_facts(self) -> dict[str, Any]:
-        lambdas = {item.tunables.lambda_: 0 for item in self.plan.items() if item.tunables}
+        lambdas = [[i.name, i.tunables.lambda_] for i in self.plan.items() if i.tunables]
         own = {key: getattr(self.request, key) for key in ("unlabeled", "depth")}
         settings = self.plan.recipe.settings
         merge = {"merge_method": settings.method, **settings.in_force()}
-        return {**own, "lambda": list(lambdas), "merge": merge}
+        every = list(dict.fromkeys(by for _, by in lambdas))
+        return {**own, "lambda": every, "lambdas": hash_of(lambdas), "merge": merge}
 
     def _routers(self) -> dict[str, nn.Sequential]:
         """Routers whose outputs are 0, so that the model is the one merged by the recipe."""

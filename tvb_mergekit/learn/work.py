@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from mergekit.common import dtype_from_name
 
 from tvb_mergekit import __version__
 from tvb_mergekit.atomic import is_left_over
+from tvb_mergekit.core.gram import NO_TENSOR
 from tvb_mergekit.errors import UserError, counted, listed, megabytes
 from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.data import DataFile, Example, encode, open_tokenizer, read_data
@@ -129,6 +131,11 @@ class CostEstimate:
     lines: list[str]
 
 
+def hash_of(value: object) -> str:
+    """A hash of a JSON value."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
 class Work(ABC):
     """One method on one planned merge; after `learn` a `plan.Learned`.
 
@@ -145,6 +152,8 @@ class Work(ABC):
 
     def __init__(self, request: Request, plan: Plan) -> None:
         self.request, self.plan = request, plan
+        if not plan.tasks.items:
+            raise UserError(NO_TENSOR)
         for name in plan.tensors.changed:
             raise UserError(f"the tokenizer changes `{name}`; set `tokenizer_source: base`")
         self.device = plan.engine.devices[0]
@@ -159,6 +168,11 @@ class Work(ABC):
         self.encoded = {file.task: self._encoded(file) for file in self.files}
         self.seconds = 0.0
         self.passes = (0, 0)
+
+    @property
+    def tensors_hash(self) -> str:
+        """A hash of the names and shapes of the tensors that take part."""
+        return hash_of([[item.name, list(item.shape)] for item in self.plan.tasks.items])
 
     @property
     def method(self) -> str:
