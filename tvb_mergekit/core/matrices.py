@@ -218,10 +218,12 @@ def _gains(
     return gains
 
 
-def matrix_bytes(settings: Settings, count: int, rows: int, columns: int) -> int:
+def matrix_bytes(
+    settings: Settings, count: int, rows: int, columns: int, sampled: bool = False
+) -> int:
     """An upper bound of the bytes of all tensors of `merge_matrix`, M bases [m, n] included."""
     matrix, rank, longer = 4 * rows * columns, min(rows, columns), max(rows, columns)
-    square, side = 8 * rank**2, min(columns, count * rows)
+    square, side = 8 * rank**2, columns if sampled else min(columns, count * rows)
     if settings.method == "basis_wudi":
         unit = _flow_dtype(settings.flow_time, count).itemsize
         normal, push = unit * side**2, unit * side * rows  # eigh needs three more of the first

@@ -95,7 +95,11 @@ def _bytes_of(settings: Settings, bases: int, item: Item) -> int:
     rows, columns = item.shape[-2:]
     if settings.is_transposed(item.name):
         rows, columns = columns, rows
-    return matrix_bytes(settings, bases, rows, columns)
+    return matrix_bytes(settings, bases, rows, columns, _is_sampled(item))
+
+
+def _is_sampled(item: Item) -> bool:
+    return any(part.share < 1 for part in item.inputs)
 
 
 def check_matrices(
@@ -169,9 +173,11 @@ def merged_encoder(basis: Combination) -> Tensor:
 
 
 def _merged(settings: Settings, matrix: Item, encoder: Tensor, bases: Tensor) -> Tensor:
-    squares = encoder.square()
-    each = torch.tensor([part.share for part in matrix.inputs], dtype=torch.float64)
-    shares = (each @ squares / squares.sum(0)).tolist()
+    shares = None
+    if _is_sampled(matrix):
+        squares = encoder.square()
+        each = torch.tensor([part.share for part in matrix.inputs], dtype=torch.float64)
+        shares = (each @ squares / squares.sum(0)).nan_to_num(1.0).tolist()  # 1 of a zero basis
     return _by_inputs(settings, matrix, bases, input_noise(matrix, encoder, bases), shares)
 
 

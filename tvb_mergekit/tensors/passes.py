@@ -224,7 +224,7 @@ def _combining_fused(rows: int, buffer: PieceBuffer, chunk: int) -> Combine:
     """A function for `Linear` steps on a CPU."""
     from tvb_mergekit.tensors import kernels
 
-    @functools.cache
+    @functools.lru_cache(8)  # each has a buffer, and pieces of one step come together
     def computing(step: Linear) -> kernels.Compiled:
         return kernels.Compiled(rows, chunk, step)
 
