@@ -122,6 +122,18 @@ def stores(models: dict[str, Path]) -> dict[str, Path]:
     return made
 
 
+def test_a_basis_without_a_direction_makes_no_adapter(models, tmp_path):
+    """The third component of three task vectors around their mean."""
+    listed = [models[task] for task in TASKS[:3]]
+    made = recipe("basis_ta", models["base"], listed, basis="pca", num_bases=3)
+    tvb("build", write(made, tmp_path / "r"), tmp_path / "s", "--quiet")
+    tvb("export", tmp_path / "s", tmp_path / "out", "--lora", "--rank", 2, "--all", "--sums")
+    scales = json.loads((tmp_path / "out" / SCALES).read_text())
+    paths = {each["path"] for of in scales.values() for each in of}
+    assert paths == {"basis-000", "basis-001", "mean"}
+    assert paths <= {file.name for file in (tmp_path / "out").iterdir()}
+
+
 def by_peft(base: Path, *adapters: Path) -> tuple[Any, list[Delta]]:
     """The model with its adapters, and the float64 change of each weight by each."""
     model: Any = peft.PeftModel.from_pretrained(model_of(base), adapters[0], "0")
@@ -437,9 +449,12 @@ def test_adapters_by_ties_and_of_a_size(world, tmp_path):
 def test_mistakes_in_merges_to_adapters(models, world, tmp_path):
     made, words = world("mixed adapters"), ("--lora", "--quiet")
     two = recipe("basis_ta", models["base"], [models["math"]])
+    parts = made.recipe()
+    module = {"models": parts.pop("models"), "parameters": {"lambda": 2.0}}
     for plan, more, said in (
         (two, words, "no exact factors (not all models are adapters): give --rank R"),
         (two, ("--rank", 2), "--rank is for adapters: add --lora"),
+        (parts | {"modules": {"default": module}}, words, "`parameters` of `modules`"),
         (two, (*words, "--rank", 2, "--size", "1MB"), "--lora goes with one of --rank R"),
         (made.recipe("basis_ties"), words, "no exact factors (basis_ties trims single entries)"),
         (made.recipe(**{"lambda": [0.1, 0.1, 0.9]}), words, "no layer gradient; merge the"),

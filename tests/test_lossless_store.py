@@ -18,7 +18,7 @@ from test_lossless import same
 from test_store import in_shards, stop_at
 from tiny import TASKS, llama, load
 from transformers import AutoModelForCausalLM
-from worlds import THREE, Models, configure, hub, other_order, save
+from worlds import EMBEDDING, THREE, Models, configure, hub, other_order, save
 
 import tvb_mergekit
 from tvb_mergekit.errors import UserError
@@ -26,6 +26,7 @@ from tvb_mergekit.store import api
 from tvb_mergekit.store import store as stores
 from tvb_mergekit.store.facts import checksum, record_of
 from tvb_mergekit.store.store import Bases
+from tvb_mergekit.tensors.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 EMBEDDINGS = "embed_tokens|lm_head"
@@ -84,6 +85,12 @@ def check_export(model: Path, out: Path) -> None:
     assert others(model) == others(out)
 
 
+def load_rest(folder: Path) -> set[str]:
+    """The names of the tensors in rest.safetensors."""
+    file = folder / "rest.safetensors"
+    return set(Checkpoint.open(file).tensors) if file.is_file() else set()
+
+
 @pytest.mark.parametrize("case", FAMILIES)
 def test_exports_are_the_models(case: str, tmp_path: Path) -> None:
     """Every tensor and every other file, of one task and of all; what differs is kept once."""
@@ -98,6 +105,10 @@ def test_exports_are_the_models(case: str, tmp_path: Path) -> None:
         tvb("export", tmp_path / "store", tmp_path / task, "--task", task, "--quiet")
         check_export(model, tmp_path / task)
         kept = {file.name for file in (tmp_path / "store" / task).glob("files/*")}
+        rest = load_rest(tmp_path / "store" / task)
+        assert (EMBEDDING in rest) == (
+            (case == "other order" and task == "code") or "exclude" in keys
+        )
         base = others(given.base)
         assert kept == {name for name, text in others(model).items() if base.get(name) != text}
     tvb("check", tmp_path / "store")

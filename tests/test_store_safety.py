@@ -321,7 +321,8 @@ def test_a_change_that_was_killed_between_its_renames(here: Path) -> None:
     for words in ("undo grown", "inspect grown", "add grown f --task f --budget 3 --base base"):
         assert mend in refused(*words.split())
     (here / "grown.new/.unfinished").touch()  # a kill leaves it, and waiting writers must too
-    for change in (tvb_mergekit.undo, partial(tvb_mergekit.remove, task="e")):
+    build = partial(tvb_mergekit.build, here / "base", {t: here / t for t in "ab"})
+    for change in (tvb_mergekit.undo, partial(tvb_mergekit.remove, task="e"), build):
         with pytest.raises(UserError, match="a change was interrupted"):
             change(here / "grown")
     (here / "grown.new/.unfinished").unlink()
@@ -426,15 +427,20 @@ def test_a_store_that_was_moved_works(method: str, here: Path, tmp_path: Path) -
 
 
 def test_a_moved_store_finds_its_base_after_a_removal(here: Path, tmp_path: Path) -> None:
-    made = recipe("basis_ta", here / "base", [here / task for task in "ab"], basis="none")
+    made = recipe("basis_ta", here / "base", [here / task for task in "abc"], basis="none")
     tvb("build", write(made, here / "both"), "both", "--bits", "8", "--quiet")
     place = tmp_path / "elsewhere"
     place.mkdir()
     for name in ("both", "base"):
         shutil.move(here / name, place / name)
     os.chdir(tmp_path)
-    tvb("remove", place / "both", "--task", "a")
+    os.rename(place / "base", place / "away")
+    tvb("remove", place / "both", "--task", "a")  # needs no base
+    os.rename(place / "away", place / "base")
     tvb("export", place / "both", "exported", "--task", "b", "--quiet")
+    tvb("remove", place / "both", "--task", "b")
+    os.chdir(here)
+    tvb("export", place / "both", "exported", "--task", "c", "--quiet")
 
 
 def test_a_store_is_merged_without_a_recipe(here: Path) -> None:

@@ -364,6 +364,7 @@ def test_an_accelerator_decodes_the_same(llamas: Models, tmp_path: Path) -> None
 MISTAKES: dict[str, tuple[str, str]] = {
     "bits": ("build {r} {o} --bits 9", "--bits 9: expected 8, 4, 3, 2, 1, or less than 2"),
     "too small": ("build {r} {o} --size 6KB", "6,000 bytes: the other files"),
+    "a size and energy": ("build {e} {o} --size 6MB", "--size: `energy` chooses M"),
     "a sample joins": ("add {z} {m} --task new --bits 0.5", "a sample does not join the codes"),
     "compress alone": ("add {z} {m} --task new --compress ae", "keeps all tasks; --budget M"),
     "with a budget": ("add {z} {m} --task new --bits 2 --budget 3", "with none of --budget"),
@@ -384,6 +385,7 @@ def test_mistakes_are_one_line(llamas, made, case, tmp_path):
     places = {
         "r": made / "store.yml", "z": made / "store", "o": tmp_path / "out",
         "m": llamas.models["poems"],
+        "e": write(llamas.recipe(basis="balanced", energy=0.9), tmp_path / "e"),
     }  # fmt: skip
     before = files(made)
     assert wants in refused(*words.format(**places).split())

@@ -21,7 +21,7 @@ from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.learn import kept, statistics
 from tvb_mergekit.learn.descent import passing
 from tvb_mergekit.learn.models import bases_of, check_mixture, mixtures_of
-from tvb_mergekit.learn.work import LEARNED, CostEstimate, Request, Work
+from tvb_mergekit.learn.work import LEARNED, CostEstimate, Request, Work, hash_of
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.store.facts import FOLDER, FileRecord, check_files
 from tvb_mergekit.store.forms import slugs
@@ -108,7 +108,7 @@ class StatisticsMethod(Work):
                 raise UserError(f"--from {source}: no statistics of {task} ({file})")
             if facts["weights"] != self.models.weights(task):
                 raise UserError(f"{file}: statistics of another model than this recipe's {task}")
-            if facts.get("tensors") != self.tensors_hash:
+            if facts.get("tensors") != hash_of(sorted(self.tensors)):
                 raise UserError(
                     f"{file}: statistics of other tensors than this recipe's (`exclude`)"
                 )
@@ -140,7 +140,7 @@ class StatisticsMethod(Work):
     def _wanted(self) -> list[dict[str, Any]]:
         keys = ("method", "seed", "samples", "precision")
         same, weights = {key: getattr(self.request, key) for key in keys}, self.models.weights
-        same["tensors"] = self.tensors_hash
+        same["tensors"] = hash_of(sorted(self.tensors))
         return [{**facts, **same, "weights": weights(facts["task"])} for facts in self.data_facts()]
 
     def _sums(self, task: str, update: Any) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ from tvb_mergekit.learn.data import (
 )
 from tvb_mergekit.learn.descent import Descent, History, Moving, Schedule
 from tvb_mergekit.learn.models import bases_of, load_model
-from tvb_mergekit.learn.work import CostEstimate, Request, Work
+from tvb_mergekit.learn.work import CostEstimate, Request, Work, hash_of
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.matrices import slice_of
@@ -119,7 +119,7 @@ class GradientMethod(Work):
                 "fingerprints": list(plan.tasks.fingerprints.values()),
                 "encoder": bases_of(plan).tolist(),
                 "scale": scale,
-                "tensors": self.tensors_hash,
+                "tensors": hash_of(self.tensors),
             },
             "data": [[file.task, file.sha256] for file in self.files],
             **{key: getattr(request, key) for key in SHAPING},

@@ -170,9 +170,9 @@ class Work(ABC):
         self.passes = (0, 0)
 
     @property
-    def tensors_hash(self) -> str:
-        """A hash of the names and shapes of the tensors that take part."""
-        return hash_of([[item.name, list(item.shape)] for item in self.plan.tasks.items])
+    def tensors(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the tensors that take part."""
+        return [(item.name, item.shape) for item in self.plan.tasks.items]
 
     @property
     def method(self) -> str:

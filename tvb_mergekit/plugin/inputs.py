@@ -60,12 +60,13 @@ def read_inputs(document: Document, options: Options, names: Sequence[str] = ())
         raise UserError(f"this lists the bases of {place}: list the fine-tuned models")
     with refusing():
         refuse_bases([recipe.base.model.path], "`base_model`")
+    if not document.raw:
+        check_for_store(document)
     if document.raw:
         found = _raw_inputs(document)
     elif by_factors(document, options):
         found = _adapter_inputs(document, options, names)
     else:
-        check_for_store(document)
         found = tasks_for_store(document, plan_only(document, options))
     if not found.items:
         raise UserError(NO_TENSOR)
@@ -150,7 +151,7 @@ def _local(model: ModelReference, options: Options) -> Checkpoint:
 def check_for_store(document: Document, what: str = "a store") -> None:
     """Raise UserError if a store, or an adapter, cannot hold the merge of a recipe."""
     config = document.config
-    if config.slices:
+    if config.slices or any(module.slices for module in (config.modules or {}).values()):
         raise UserError(f"`slices`: {what} has the base's layers; list the models under `models`")
     source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
     if source not in (None, "base"):

@@ -79,6 +79,7 @@ def merge_to_adapter(
             tasks.items = [replace(one, counted_as=other.counted_as) for one, other in every]
 
     items, known = changes_of(basis, tasks.items, engine), dict[str, Factors]()
+    items = [replace(item, counted_as=item.name) for item in items]
     if not any(size):
         known |= {item.name: merged_factors(basis, item, tasks.adapters) for item in tasks.items}
         merged = replace(tasks.adapters[0], factors=known)

@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from tvb_mergekit.store.forms import Quantize, check_kept, keeping_of
 from tvb_mergekit.store.store import Bases, base_of, load, open_vector, read_store_facts
 from tvb_mergekit.store.vectors import Vectors, local_path, write_vectors
 from tvb_mergekit.store.writer import StoreWriter, changing
+from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.lossless import Lossless
 from tvb_mergekit.tensors.passes import gram_pass
@@ -127,9 +129,9 @@ def with_vectors(vectors: Sequence[Weights], items: Sequence[Item]) -> list[Item
     """The items with the vectors of a store as inputs before their own."""
     made = []
     for item in items:
-        parts = [Part.of(vector, item.name, "delta") for vector in vectors]
-        parts = [replace(part, share=1.0) for part in parts]  # samples, as they are stored
-        made.append(replace(item, inputs=(*parts, *item.inputs)))
+        parts = (*(Part.of(vector, item.name, "delta") for vector in vectors), *item.inputs)
+        stored = tuple(replace(part, share=1.0) for part in parts)  # samples count as they are
+        made.append(replace(item, inputs=stored))
     return made
 
 
@@ -281,7 +283,10 @@ def remove_task(path: str | os.PathLike[str], task: str) -> Bases:
             return {name: value for name, value in of.items() if name != task}
 
         store = {**facts.store, "model_bytes": facts.store.model_bytes * (count - 1) // count}
-        store["base_path"] = local_path(base_of(facts, writer.store)) or facts.store.base_path
+        with suppress(UserError):  # the base may be away
+            place = base_of(facts, writer.store)
+            if Checkpoint.open(place).fingerprint() == facts.store.base_fingerprint:
+                store["base_path"] = local_path(place)
         known = {facts.base_model, *models}
         history = {
             **facts,

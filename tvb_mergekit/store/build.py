@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tvb_mergekit.atomic import is_left_over, next_to, write_file
+from tvb_mergekit.atomic import check_interrupted, is_left_over, next_to, write_file
 from tvb_mergekit.core.basis import Basis, warnings
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.errors import UserError, megabytes
@@ -86,6 +86,7 @@ def build_store(
     """
     dtype_name(dtype)
     world, out = ranks.world(), Path(os.path.realpath(out))
+    world.first(lambda: check_interrupted(out))
     form = Form(share=keep)
     if quantize is not None:
         dtype, form = torch.float32, world.share(lambda: form_of(inputs, quantize))

@@ -190,11 +190,7 @@ def write_originals(
     """Write what the vectors in `folders` below `place` lack of the models; returns the files."""
     made: dict[str, FileRecord] = {}
     for k, (name, source) in enumerate(zip(folders, inputs.sources, strict=True)):
-        held = {  # but tensors that a tokenizer has aligned, which are in memory
-            item.name
-            for item in inputs.items
-            if (part := item.inputs[k]).name == item.name and (source.in_memory or not part.held)
-        }
+        held = {item.name for item in inputs.items if _is_own(source, item, item.inputs[k])}
         folder, known = place / name, inputs.base.tensors
         items = []
         for own, info in source.tensors.items():
@@ -216,6 +212,15 @@ def write_originals(
         (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         made[f"{name}/{ABOUT}"] = record_of(folder / ABOUT)
     return made
+
+
+def _is_own(source: Weights, item: Item, part: Part) -> bool:
+    """Whether an input is the model's tensor of this name, and not one that a tokenizer aligned."""
+    if part.name != item.name or source.in_memory or not part.held:
+        return part.name == item.name
+    own, given = source.tensor(item.name), item.whole(part)
+    same = own.dtype == given.dtype and own.numel() == given.numel()
+    return same and torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (own, given)))
 
 
 def _write_files(

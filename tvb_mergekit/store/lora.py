@@ -291,6 +291,13 @@ def adapters_of(bases: Bases, sums: bool) -> tuple[list[NewAdapter], Scales]:
     }
     titles = [f"{label} of {bases.path}" for label in bases.labels]
     adapters = [*map(NewAdapter, folders, titles, columns if bases.keeps_tasks else ones)]
+    # A basis of PCA without a direction has no factors.
+    squares = [] if bases.keeps_tasks else bases.tensors["gram_bases"].diagonal().tolist()
+    empty = {name for name, square in zip(folders, squares, strict=False) if not square}
+    adapters = [each for each in adapters if each.folder not in empty]
+    scales = {
+        task: [each for each in of if each["path"] not in empty] for task, of in scales.items()
+    }
     if sums and not bases.keeps_tasks:
         places = [f"tasks/{name}" for name in slugs(tasks)]
         parts = [[(each["scale"], each["path"]) for each in scales[task]] for task in tasks]
