@@ -450,11 +450,15 @@ def test_mistakes_in_merges_to_adapters(models, world, tmp_path):
     made, words = world("mixed adapters"), ("--lora", "--quiet")
     two = recipe("basis_ta", models["base"], [models["math"]])
     parts = made.recipe()
+    every = [parts["base_model"], *(each["model"] for each in parts["models"])]
+    layers = [{"model": model, "layer_range": [0, 1]} for model in every]
+    sliced = [{"sources": layers}]
     module = {"models": parts.pop("models"), "parameters": {"lambda": 2.0}}
     for plan, more, said in (
         (two, words, "no exact factors (not all models are adapters): give --rank R"),
         (two, ("--rank", 2), "--rank is for adapters: add --lora"),
         (parts | {"modules": {"default": module}}, words, "`parameters` of `modules`"),
+        (parts | {"modules": {"default": {"slices": sliced}}}, words, "`slices`: an adapter has"),
         (two, (*words, "--rank", 2, "--size", "1MB"), "--lora goes with one of --rank R"),
         (made.recipe("basis_ties"), words, "no exact factors (basis_ties trims single entries)"),
         (made.recipe(**{"lambda": [0.1, 0.1, 0.9]}), words, "no layer gradient; merge the"),

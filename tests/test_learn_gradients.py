@@ -39,6 +39,7 @@ from tvb_mergekit.learn.descent import Descent, Moving, Schedule
 from tvb_mergekit.learn.gradients import Coefficients, Rows
 from tvb_mergekit.learn.localize import Mask, largest
 from tvb_mergekit.learn.models import TaskModels, load_model
+from tvb_mergekit.tensors.stream import held_item
 
 LEARNED = ("localize", "adamerging", "atlas")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TVB_MERGEKIT_CACHE": "off", "OMP_NUM_THREADS": "1"}
@@ -206,6 +207,17 @@ def test_over_all_tasks_it_is_the_published_method(case: Case) -> None:
         assert float((merged.tensors[name].double() - wanted).norm()) < 1e-4 * moved, name
     told = facts(merged.folder)
     assert told["passes"] == {"forward": 36 + 5, "backward": 36}  # a batch for the last weights
+
+
+def test_blocks_of_an_empty_tensor_and_squares_of_nothing() -> None:
+    item = held_item("empty", torch.zeros(0), [torch.zeros(0)])
+    assert [start for start, _ in gradients.blocks_of(item, 3)] == [0]
+    item = held_item("short", torch.zeros(2), [torch.zeros(2)])
+    assert [start for start, _ in gradients.blocks_of(item, 3)] == [0, 1]
+    one = {"w": torch.ones(1, 2)}
+    for start in (0.0, -0.3):
+        with pytest.raises(UserError, match="--nonnegative begins at the recipe's `lambda`"):
+            Coefficients({"w": torch.ones(2)}, one, Rows.of(["w"], "tensor"), start, True)
 
 
 def coefficients(folder: Path) -> Tensor:
@@ -471,6 +483,8 @@ def test_the_bill_is_what_masks_take_at_most(case: Case, tmp_path: Path) -> None
     words = data_words(tmp_path, {t: lines(k, 4 + (k < 2)) for k, t in enumerate(TASKS)})
     words += ["--no-subsample", "--epochs", "2"]
     bill = tvb("learn", source, "localize", *words, "--out", tmp_path / "no", "--dry-run").output
+    prefixed = case.recipe("prefixed", basis="balanced", num_bases=2, dtype="torch.bfloat16")
+    tvb("learn", prefixed, "localize", *words, "--out", tmp_path / "no", "--dry-run")
     merged = case.learn(source, "localize", "odd-out", *words)
     told = facts(merged.folder)["passes"]
     assert f"at most {told['forward']} forward, {told['backward']} backward" in bill
