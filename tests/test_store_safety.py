@@ -433,6 +433,7 @@ def test_a_moved_store_finds_its_base_after_a_removal(here: Path, tmp_path: Path
     place.mkdir()
     for name in ("both", "base"):
         shutil.move(here / name, place / name)
+    shutil.copytree(here / "b", here / "base")  # another model where the base was
     os.chdir(tmp_path)
     os.rename(place / "base", place / "away")
     tvb("remove", place / "both", "--task", "a")  # needs no base

@@ -189,11 +189,17 @@ def grown_history(bases: Bases, inputs: TaskSet, sums: GramSums, started: float)
         "seconds": {"add": round(time.perf_counter() - started, 3)},
         "store": {
             **facts.store,
-            "base_path": local_path(inputs.base_model) or facts.store.base_path,
+            **_place_of(inputs.base_model),
             "model_bytes": facts.store.model_bytes + inputs.model_bytes,
             "added": facts.store.added + 1,
         },
     }
+
+
+def _place_of(base: str) -> dict[str, str | None]:
+    """The keys of a store that say where its base is, if that is on this disk."""
+    place = local_path(base)
+    return {"base_path": place, "base_beside": None} if place else {}
 
 
 def join(
@@ -286,7 +292,7 @@ def remove_task(path: str | os.PathLike[str], task: str) -> Bases:
         with suppress(UserError):  # the base may be away
             place = base_of(facts, writer.store)
             if Checkpoint.open(place).fingerprint() == facts.store.base_fingerprint:
-                store["base_path"] = local_path(place)
+                store |= _place_of(place)
         known = {facts.base_model, *models}
         history = {
             **facts,

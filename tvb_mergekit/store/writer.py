@@ -74,7 +74,7 @@ class StoreWriter:
         write_tensors(self.folder, {**numbers_of(facts), **vectors.tensors})
         files = {**vectors.files, TENSORS: record_of(self.folder / TENSORS)}
         store = facts.store.but(files=files)
-        if store.base_path and os.path.exists(store.base_path):
+        if store.base_path and store.base_beside is None:
             store = store.but(base_beside=os.path.relpath(store.base_path, self.store))
         there = (self.store / FACTS).is_file()
         before = read_store_facts(self.store).checksum if there else None
