@@ -9,7 +9,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,9 @@ from tvb_mergekit.store import forms
 from tvb_mergekit.store.export import write_originals
 from tvb_mergekit.store.facts import FileRecord
 from tvb_mergekit.store.forms import Quantize, check_kept, keeping_of
-from tvb_mergekit.store.store import Bases, base_of, load, open_vector, read_store_facts
+from tvb_mergekit.store.store import Bases, load, open_vector, read_store_facts
 from tvb_mergekit.store.vectors import Vectors, local_path, write_vectors
 from tvb_mergekit.store.writer import StoreWriter, changing
-from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.lossless import Lossless
 from tvb_mergekit.tensors.passes import gram_pass
@@ -177,6 +175,7 @@ def grown_history(bases: Bases, inputs: TaskSet, sums: GramSums, started: float)
     norm, base_norm = float(sums.gram[-1, -1]) ** 0.5, sums.base_norm_squared**0.5
     base_size, *sizes = sums.sizes
     weights = {**facts.parameters["weights"], task: weight}
+    place = local_path(inputs.base_model)
     return {
         **facts,
         "parameters": {**facts.parameters, "weights": weights},
@@ -189,17 +188,11 @@ def grown_history(bases: Bases, inputs: TaskSet, sums: GramSums, started: float)
         "seconds": {"add": round(time.perf_counter() - started, 3)},
         "store": {
             **facts.store,
-            **_place_of(inputs.base_model),
+            **({"base_path": place, "base_beside": None} if place else {}),
             "model_bytes": facts.store.model_bytes + inputs.model_bytes,
             "added": facts.store.added + 1,
         },
     }
-
-
-def _place_of(base: str) -> dict[str, str | None]:
-    """The keys of a store that say where its base is, if that is on this disk."""
-    place = local_path(base)
-    return {"base_path": place, "base_beside": None} if place else {}
 
 
 def join(
@@ -289,10 +282,6 @@ def remove_task(path: str | os.PathLike[str], task: str) -> Bases:
             return {name: value for name, value in of.items() if name != task}
 
         store = {**facts.store, "model_bytes": facts.store.model_bytes * (count - 1) // count}
-        with suppress(UserError):  # the base may be away
-            place = base_of(facts, writer.store)
-            if Checkpoint.open(place).fingerprint() == facts.store.base_fingerprint:
-                store |= _place_of(place)
         known = {facts.base_model, *models}
         history = {
             **facts,
