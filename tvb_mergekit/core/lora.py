@@ -75,6 +75,7 @@ def truncate(matrix: Tensor, rank: int) -> Factors:
     Returns:
         left [m, rank], right [rank, n]. The largest entry of each row of `right` is positive.
     """
+    matrix = matrix.contiguous()  # products have other last bits for other strides
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     basis = _nearly_range(wide, rank)
     wide = wide if basis is None else basis.T @ wide
