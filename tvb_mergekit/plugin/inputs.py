@@ -60,14 +60,14 @@ def read_inputs(document: Document, options: Options, names: Sequence[str] = ())
         raise UserError(f"this lists the bases of {place}: list the fine-tuned models")
     with refusing():
         refuse_bases([recipe.base.model.path], "`base_model`")
-    if not document.raw:
-        check_for_store(document)
     if document.raw:
         found = _raw_inputs(document)
-    elif by_factors(document, options):
-        found = _adapter_inputs(document, options, names)
     else:
-        found = tasks_for_store(document, plan_only(document, options))
+        check_for_store(document)
+        if by_factors(document, options):
+            found = _adapter_inputs(document, options, names)
+        else:
+            found = tasks_for_store(document, plan_only(document, options))
     if not found.items:
         raise UserError(NO_TENSOR)
     found.varying = document.varying

@@ -280,24 +280,21 @@ def adapters_of(bases: Bases, sums: bool) -> tuple[list[NewAdapter], Scales]:
     """
     folders, tasks = bases.facts.store.folders, bases.tasks
     columns = [task_column(bases, task)[:, 0] for task in tasks]
+    # A basis of PCA without a direction has no factors.
+    squares = [] if bases.keeps_tasks else bases.tensors["gram_bases"].diagonal().tolist()
+    empty = {name for name, square in zip(folders, squares, strict=False) if not square}
     ones = torch.eye(len(bases.sources), dtype=torch.float64)
     scales = {
         task: [
             {"id": k, "path": folders[k], "scale": scale}
             for k, scale in enumerate(of.tolist())
-            if scale
+            if scale and folders[k] not in empty
         ]
         for task, of in zip(tasks, ones if bases.keeps_tasks else columns, strict=True)
     }
     titles = [f"{label} of {bases.path}" for label in bases.labels]
     adapters = [*map(NewAdapter, folders, titles, columns if bases.keeps_tasks else ones)]
-    # A basis of PCA without a direction has no factors.
-    squares = [] if bases.keeps_tasks else bases.tensors["gram_bases"].diagonal().tolist()
-    empty = {name for name, square in zip(folders, squares, strict=False) if not square}
     adapters = [each for each in adapters if each.folder not in empty]
-    scales = {
-        task: [each for each in of if each["path"] not in empty] for task, of in scales.items()
-    }
     if sums and not bases.keeps_tasks:
         places = [f"tasks/{name}" for name in slugs(tasks)]
         parts = [[(each["scale"], each["path"]) for each in scales[task]] for task in tasks]
