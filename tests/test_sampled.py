@@ -233,3 +233,54 @@ def test_a_basis_is_not_sampled(family: Models, tmp_path: Path) -> None:
         tvb_mergekit.build(
             family.base, family.models, tmp_path / "s", keep=0.1, basis="balanced", num_bases=2
         )
+
+
+@pytest.mark.parametrize("coding", ["keep", "bits"])
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"basis": "balanced", "num_bases": 2}, []),
+        ({"basis": "ae", "solver": "exact", "num_bases": 2, "exclude": ["mlp"]}, []),
+        ({"basis": "none"}, ["--dtype", "bfloat16"]),
+        ({"basis": "pca", "num_bases": 2}, ["--bits", "4"]),
+        ({"basis": "rand_proj", "num_bases": 2}, []),
+    ],
+)
+def test_errors_of_bases_over_codes_and_samples(
+    coding: str, keys: dict[str, Any], words: list[str], family: Models, tmp_path: Path
+) -> None:
+    """They are of the models, and hold for a later addition too."""
+    tasks = family.build(tmp_path / "tasks", f"--{coding}", "0.25" if coding == "keep" else "2")
+    listed = [tasks.path / task for task in tasks.facts.store.folders]
+    method = "basis_negate" if keys["basis"] == "rand_proj" else "basis_ta"
+    keys = {**keys, "forget": TASKS[0], "alpha": 0.5} if method == "basis_negate" else keys
+    over = recipe(method, family.base, listed, own={2: {"weight": -0.5}}, **keys)
+    store = tmp_path / "store"
+    tvb("build", write(over, tmp_path / "over"), store, *words, "--quiet")
+    base, taus = dense(family)
+
+    def check() -> None:
+        made = tvb_mergekit.load(store)
+        for vector in made.sources:
+            vector.base = StateDict(base)
+        held = [{n: v.tensor(n).double() for n in made.names} for v in made.sources]
+        for index, (task, tau) in enumerate(zip(made.tasks, taus, strict=False)):
+            shares = made.reconstruction([task])[:, 0]
+            weight = float(made.weights[index])
+            lost = {n: sum(s * h[n] for s, h in zip(shares, held, strict=True)) for n in held[0]}
+            error = size({n: lost[n] - weight * tau[n].double() for n in lost})
+            bounds = made.facts.errors[task]
+            norm = size({n: tau[n] for n in lost}) * abs(weight)
+            assert bounds.at_least * norm <= error * 1.001
+            assert error <= bounds.at_most * norm * 1.001 + 1e-9
+            assert coding == "bits" or error > norm / 2  # the samples' own
+        gram = [[sum(float((a[n] * b[n]).sum()) for n in a) for b in held] for a in held]
+        count, found = made.num_bases, made.tensors["gram_bases"]
+        near = torch.tensor(gram, dtype=torch.float64)[:count, :count]
+        torch.testing.assert_close(found, near, rtol=0, atol=0.1 * float(near.diagonal().max()))
+
+    check()
+    if keys["basis"] in ("balanced", "ae") and "exclude" not in keys:
+        extra = family.models["poems"]
+        tvb("add", store, extra, "--task", "more", "--base", family.base, "--budget", 2, "--quiet")
+        check()

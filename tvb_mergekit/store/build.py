@@ -38,9 +38,10 @@ from tvb_mergekit.store.vectors import (
     dense_vectors,
     facts_of,
     folders_of,
+    held_gram,
     history_of,
     in_memory,
-    measured_of,
+    numbers_of_bases,
     sizes_of,
     write_vectors,
 )
@@ -132,10 +133,12 @@ def build_store(
             "encode": encoded - summed,
             "write": time.perf_counter() - encoded,
         }
-        vectors = dense_vectors(basis, dtype, files)
+        vectors = dense_vectors(inputs, basis, dtype, files)
         if coding is not None:
             names = folders[: basis.encoding.num_bases]
-            numbers = _numbers(basis, measured, form, [partial / name for name in names], engine)
+            numbers = _numbers(
+                inputs, basis, measured, form, [partial / name for name in names], engine
+            )
             stored_as = dtype_name(inputs.own_dtype) if form.share == 1 else "float32"
             share = form.share if form.codec == "sampled" else None
             vectors = Vectors(
@@ -168,15 +171,18 @@ def build_in_memory(
     dtype_name(dtype)
     basis = _basis(inputs, sums_of(inputs, engine), warn)
     items = [replace(item, out=dtype) for item in inputs.items]
-    vectors, history = dense_vectors(basis, dtype), history_of(inputs, basis)
+    vectors, history = dense_vectors(inputs, basis, dtype), history_of(inputs, basis)
     return in_memory(vectors, history, items, encoder_matrix(basis), engine, basis.sketch)
 
 
 def inspect_inputs(inputs: TaskSet, engine: Engine = Engine()) -> tuple[Facts, dict[str, Tensor]]:
     """basis.json and basis.safetensors of a build in float32, without building."""
     basis = _basis(inputs, sums_of(inputs, engine), LOG.warning)
-    vectors = dense_vectors(basis, torch.float32)
-    return facts_of(vectors, history_of(inputs, basis)).of_merge(), dict(vectors.tensors)
+    vectors = dense_vectors(inputs, basis, torch.float32)
+    return facts_of(vectors, history_of(inputs, basis)).of_merge(), {
+        **vectors.tensors,
+        **tensors_of(basis),
+    }
 
 
 def _basis(inputs: TaskSet, sums: GramSums, warn: Warn) -> Basis:
@@ -202,13 +208,15 @@ def _coding(basis: Basis, inputs: TaskSet, form: Form) -> Coding | None:
         return keeping_of(inputs, form.share)
     if not form.bits:
         return None
-    sizes, _, _ = sizes_of(basis, measured_of(basis, torch.float32)["gram_bases"])
+    numbers = numbers_of_bases(inputs, basis, torch.float32)
+    sizes, _, _ = sizes_of(basis, held_gram(inputs, basis), numbers["gram_bases"])
     shares = torch.ones(len(sizes), dtype=torch.float64)
     shares[basis.encoding.num_bases :] = 0  # PCA's mean is in no sum
     return forms.coding_of(inputs.items, sizes.tolist(), shares, form.bits)
 
 
 def _numbers(
+    inputs: TaskSet,
     basis: Basis,
     measured: Sequence[Sequence[float]],
     form: Form,
@@ -219,12 +227,11 @@ def _numbers(
 
     `gram_bases` of a lossless or sampled store is of the models themselves.
     """
-    tensors, lost = tensors_of(basis), torch.zeros(len(vectors), dtype=torch.float64)
+    own, lost = dict[str, Tensor](), torch.zeros(len(vectors), dtype=torch.float64)
     if form.share < 1:
         own = forms.measured_tensors(measured, basis.weights if form.share else None)
-        tensors |= own
         lost = forms.lost(own)[: None if form.share else -1]
-    tensors |= measured_of(basis, torch.float32, lost)
+    tensors = numbers_of_bases(inputs, basis, torch.float32, lost) | own
     if form.bits:
         names = [vector.name for vector in vectors]
         gram = forms.stored_gram([Codes.open(vector) for vector in vectors], names, engine)

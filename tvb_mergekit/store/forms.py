@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -90,6 +90,17 @@ def measured_tensors(
 def lost(tensors: Mapping[str, Tensor]) -> Tensor:
     """The norms of the errors of each vector and of their sum, [K + 1]."""
     return tensors["tensor_errors"].sum(0).sqrt()
+
+
+def missed_of(bases: Bases, order: Sequence[int], names: Container[str]) -> list[float]:
+    """`TaskSet.missed` of vectors of a store of all tasks, over the tensors `names`."""
+    if bases.exact:
+        return []
+    missed = bases.tensors["errors"][1]
+    if "tensor_errors" in bases.tensors:
+        rows = [name in names for name in bases.names]
+        missed = bases.tensors["tensor_errors"][torch.tensor(rows)].sum(0).sqrt()
+    return [float(missed[k] / bases.scales[k].abs()) for k in order]
 
 
 def sums_of(bases: Bases, order: Sequence[int]) -> GramSums | None:

@@ -48,6 +48,7 @@ class Dense:
     Attributes:
         facts, tensors: of the store that holds these bases, or would; see `docs/files.md`.
         items: the tensors of the bases, with N vectors as inputs.
+        names: of the N vectors.
         targets: [N, T], each task vector, or its reconstruction, from these N vectors.
         errors: [2, T], bounds of how far the targets are from the task vectors; None: they are
             the task vectors.
@@ -57,22 +58,20 @@ class Dense:
     facts: StoreFacts
     tensors: Mapping[str, Tensor]
     items: Sequence[Item]
+    names: Sequence[str]
     targets: Tensor
     errors: Tensor | None = None
     config: Path | None = None
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the N vectors."""
-        return self.facts.tasks if self.errors is None else self.facts.store.folders
-
     @classmethod
     def of_models(cls, inputs: TaskSet, basis: Basis) -> Dense:
         """The bases of T models, which need not be stored."""
-        vectors = dense_vectors(basis, torch.float32)
+        vectors = dense_vectors(inputs, basis, torch.float32)
         facts = facts_of(vectors, history_of(inputs, basis))
-        targets = torch.diag(torch.tensor(basis.weights, dtype=torch.float64))
-        return cls(facts, vectors.tensors, inputs.items, targets, config=inputs.folder)
+        targets = torch.tensor(basis.weights, dtype=torch.float64).diag()
+        errors = inputs.lacking if inputs.missed else None
+        made = facts, vectors.tensors, inputs.items, facts.tasks, targets, errors, inputs.folder
+        return cls(*made)
 
     @classmethod
     def of_store(
@@ -94,8 +93,9 @@ class Dense:
         store = bases.facts.store.but(base_path=local_path(bases.base_name), base_beside=None)
         facts = bases.facts.but(store=store)
         targets = bases.reconstruction(bases.tasks) * bases.scales[:, None]
-        items, errors = items_of(bases.sources), bases.tensors["errors"]
-        return cls(facts, tensors, items, targets, errors, next(iter(places), None))
+        items, names = items_of(bases.sources), facts.store.folders
+        config, errors = next(iter(places), None), bases.tensors["errors"]
+        return cls(facts, tensors, items, names, targets, errors, config)
 
 
 def sparse_store(

@@ -169,8 +169,7 @@ class Bases:
     @property
     def settings(self) -> Settings:
         """The settings that built it, those of its size aside."""
-        known = set(Settings.model_fields)
-        given = {k: v for k, v in self.facts.parameters.items() if k in known}
+        given = {k: v for k, v in self.facts.parameters.items() if k in Settings.model_fields}
         sizes = {"num_bases": self.num_bases, "basis_ratio": None, "energy": None}
         return Settings(**{"method": "basis_ta", **given, **sizes, "forget": ()})
 
@@ -220,6 +219,11 @@ class Bases:
         if self.facts.store.codec in EXACT:
             return self.weights
         return torch.ones(len(self.sources), dtype=torch.float64)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the vectors are sums of whole task vectors, up to rounding."""
+        return self.facts.store.codec not in ("codes", "sampled") and "gram" in self.tensors
 
     def check_base(self, base: Weights, name: str) -> None:
         """Raise UserError unless `base` is the model that the bases are differences from.

@@ -19,7 +19,7 @@ from tvb_mergekit.core.basis import Basis
 from tvb_mergekit.core.encoders import EVEN
 from tvb_mergekit.core.gram import Sketch
 from tvb_mergekit.core.merge import Linear
-from tvb_mergekit.core.online import ARITHMETIC, NOISE, cast_loss, errors_of, reported
+from tvb_mergekit.core.online import ARITHMETIC, NOISE, cast_loss, errors_of, of_sum, reported
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.facts import (
     EXACT,
@@ -141,10 +141,13 @@ def history_of(tasks: TaskSet, basis: Basis) -> dict[str, Any]:
 
 
 def dense_vectors(
-    basis: Basis, dtype: torch.dtype, files: Mapping[str, FileRecord] | None = None
+    tasks: TaskSet,
+    basis: Basis,
+    dtype: torch.dtype,
+    files: Mapping[str, FileRecord] | None = None,
 ) -> Vectors:
     """The vectors of a new store, stored as tensors of `dtype`."""
-    tensors = {**tensors_of(basis), **measured_of(basis, dtype)}
+    tensors = numbers_of_bases(tasks, basis, dtype)
     return Vectors(tensors, folders_of(basis), files or {}, dtype_name(dtype))
 
 
@@ -159,13 +162,44 @@ def local_path(model: str) -> str | None:
     return os.path.abspath(model) if os.path.exists(model) else None
 
 
-def measured_of(basis: Basis, dtype: torch.dtype, coded: Tensor | None = None) -> dict[str, Tensor]:
-    """`gram_bases` [M, M] and `errors` [2, T] of bases that are stored in `dtype`.
+def numbers_of_bases(
+    tasks: TaskSet, basis: Basis, dtype: torch.dtype, coded: Tensor | None = None
+) -> dict[str, Tensor]:
+    """`basis.safetensors` of new bases that are stored in `dtype`.
 
-    `errors` are bounds of ||tau_hat_i - tau_i|| for exact sums of the vectors.
+    `gram` is left out where it is not that of the vectors in the bases, and they can grow: then
+    `tvb add` knows them by `errors` alone. `errors` are bounds of ||tau_hat_i - tau_i|| for exact
+    sums of the vectors.
 
     Args:
         coded: The norm of the error of each vector's code, if the bases are coded instead.
+    """
+    tensors, lacking = tensors_of(basis), tasks.lacking
+    if tasks.missed and basis.settings.basis in COMPRESSED_BY:
+        del tensors["gram"], tensors["eigenvalues"]
+    measured = _measured(basis, held_gram(tasks, basis), dtype, coded)
+    if tasks.sampled and basis.encoding.reconstruction is not None:
+        lacking = lacking @ basis.encoding.reconstruction.abs()
+    return {**tensors, **measured, "errors": of_sum(measured["errors"], lacking)}
+
+
+def held_gram(tasks: TaskSet, basis: Basis) -> Tensor:
+    """The Gram matrix of the vectors in the bases, [T, T].
+
+    Samples are longer than their task vectors. Their errors are independent of each other.
+    """
+    gram: Tensor = basis.sums.gram + tasks.sampled * tasks.lacking[1].square().diag()
+    return gram
+
+
+def _measured(
+    basis: Basis, held: Tensor, dtype: torch.dtype, coded: Tensor | None = None
+) -> dict[str, Tensor]:
+    """`gram_bases` [M, M], and bounds [2, T] of ||tau_hat_i - tau_i|| as `errors`.
+
+    Args:
+        held: `held_gram`. The basis itself has the Gram matrix of the task vectors.
+        dtype: As in `numbers_of_bases`, and `coded`.
     """
     encoding, gram = basis.encoding, basis.sums.gram
     if encoding.encoder is None:  # rand_proj: orthonormal
@@ -175,11 +209,11 @@ def measured_of(basis: Basis, dtype: torch.dtype, coded: Tensor | None = None) -
         noise = NOISE * gram.diagonal() * (1 + 2 * encoding.num_bases**0.5)
         low, high = ((squares + off).clamp(min=0).sqrt() for off in (-noise, noise))
     else:
-        products = encoding.encoder.T @ gram @ encoding.encoder
+        products = encoding.encoder.T @ held @ encoding.encoder
         assert encoding.reconstruction is not None
         low, high = errors_of(gram, encoding.reconstruction)
     products = (products + products.T) / 2
-    sizes, terms, table = sizes_of(basis, products)
+    sizes, terms, table = sizes_of(basis, held, products)
     if coded is None:
         coded = cast_loss(sizes, dtype, basis.sums.num_parameters)
     elif basis.settings.basis == "none":  # each vector is a task's, and nothing else is lost
@@ -189,9 +223,9 @@ def measured_of(basis: Basis, dtype: torch.dtype, coded: Tensor | None = None) -
     return {"gram_bases": products, "errors": errors}
 
 
-def sizes_of(basis: Basis, gram_bases: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def sizes_of(basis: Basis, gram: Tensor, gram_bases: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Norms of K bases and PCA's mean [K], sums of their summands' norms [K], decoder [K, T]."""
-    encoding, gram = basis.encoding, basis.sums.gram
+    encoding = basis.encoding
     sizes, table = gram_bases.diagonal().clamp(min=0).sqrt(), encoding.decoder
     norms, encoder = gram.diagonal().clamp(min=0).sqrt(), encoding.encoder
     if encoding.mixing is not None:  # the columns of Omega

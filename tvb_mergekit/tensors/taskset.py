@@ -37,6 +37,8 @@ class TaskSet:
         left_out: Tensor -> reason why it stays the base's.
         tied: A tensor of the base that is tied to another -> the one that counts.
         sums: The unweighted Gram matrix, if it is known.
+        missed: The norm of what each unweighted code or sample lacks of its task vector, [T]; empty
+            for models.
         adapters: The models as low-rank factors, if all are.
         folder: The base's folder, for its config.json and tokenizer.
         varying: `lambda`, `alpha` and `density` as the recipe has them.
@@ -56,6 +58,7 @@ class TaskSet:
     left_out: Mapping[str, str] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
     sums: GramSums | None = None
+    missed: Sequence[float] = ()
     adapters: Sequence[Adapter] = ()
     folder: Path | None = None
     varying: Mapping[str, Any] = field(default_factory=dict)
@@ -67,6 +70,18 @@ class TaskSet:
     def names(self) -> list[str]:
         """The names of the tensors that count."""
         return [item.name for item in self.items]
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the Gram matrix is that of the models, and not of the vectors that are read."""
+        return any(part.share < 1 for item in self.items for part in item.inputs)
+
+    @property
+    def lacking(self) -> torch.Tensor:
+        """Bounds [2, T] of what each weighted input lacks of its task vector, float64."""
+        missed = torch.tensor(self.missed or [0.0] * len(self.tasks), dtype=torch.float64)
+        most = missed * torch.tensor(self.weights, dtype=torch.float64).abs()
+        return torch.stack([torch.zeros_like(most), most])
 
     @property
     def nbytes(self) -> int:
