@@ -457,6 +457,7 @@ def test_mistakes_in_merges_to_adapters(models, world, tmp_path):
     for plan, more, said in (
         (two, words, "no exact factors (not all models are adapters): give --rank R"),
         (two, ("--rank", 2), "--rank is for adapters: add --lora"),
+        (two, (*words, "--rank", 2, "--memory", "16.78MB"), "of the merge takes"),
         (parts | {"modules": {"default": module}}, words, "`parameters` of `modules`"),
         (parts | {"modules": {"default": {"slices": sliced}}}, words, "`slices`: an adapter has"),
         (two, (*words, "--rank", 2, "--size", "1MB"), "--lora goes with one of --rank R"),

@@ -11,7 +11,7 @@ from mergekit.parameter_resolver import resolve_parameters
 
 from tvb_mergekit.core.basis import Combination, Tunables
 from tvb_mergekit.core.lora import Factors
-from tvb_mergekit.errors import UserError, counted, listed
+from tvb_mergekit.errors import UserError, counted, listed, megabytes
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.inputs import (
     FUSE,
@@ -28,6 +28,7 @@ from tvb_mergekit.tensors.factoring import Truncation
 from tvb_mergekit.tensors.matrices import check_matrices, merged_factors
 from tvb_mergekit.tensors.merging import build_basis, changes_of, check_tables, most_bases
 from tvb_mergekit.tensors.output import check_new_folder
+from tvb_mergekit.tensors.passes import LEAST
 from tvb_mergekit.tensors.stream import Part
 from tvb_mergekit.tensors.taskset import TaskSet
 
@@ -80,6 +81,12 @@ def merge_to_adapter(
 
     items, known = changes_of(basis, tasks.items, engine), dict[str, Factors]()
     items = [replace(item, counted_as=item.name) for item in items]
+    largest = max(items, key=lambda item: item.numel)
+    if engine.memory is not None and any(size) and 4 * largest.numel + LEAST > engine.memory:
+        raise UserError(
+            f"{megabytes(engine.memory)} of memory are too little: tensor `{largest.name}` of the "
+            f"merge takes {megabytes(4 * largest.numel + LEAST)} in float32; raise --memory"
+        )
     if not any(size):
         known |= {item.name: merged_factors(basis, item, tasks.adapters) for item in tasks.items}
         merged = replace(tasks.adapters[0], factors=known)

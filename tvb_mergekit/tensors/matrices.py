@@ -215,16 +215,22 @@ def merged_factors(basis: Combination, item: Item, adapters: Sequence[Adapter]) 
     updates = [adapter.factors.get(item.name, none) for adapter in adapters]
     left = torch.linalg.qr(torch.cat([each.left for each in updates], 1).double()).Q
     right = torch.linalg.qr(torch.cat([each.right for each in updates]).T.double()).Q
-    cores = torch.stack([(left.T @ u.left.double()) @ (u.right.double() @ right) for u in updates])
-    if count_matrices(settings, item, basis.num_bases):
+    merges = count_matrices(settings, item, basis.num_bases)
+    if merges:
         encoder = merged_encoder(basis)
-        bases = torch.einsum("tm,tab->mab", encoder, cores).float()
-        core = _by_inputs(settings, item, bases) * (values.lambda_ * basis.scale)
     else:
-        core = torch.zeros_like(cores[0])
+        encoder = torch.zeros(len(adapters), 1, dtype=torch.float64)
         for scale, weights in basis.terms(values.lambda_, values.alpha):
-            core += scale * torch.einsum("t,tab->ab", weights, cores)
-    small = truncate(core.float(), min(core.shape))
+            encoder[:, 0] += scale * weights
+    bases = torch.zeros(encoder.shape[1], left.shape[1], right.shape[1], dtype=torch.float64)
+    for each, shares in zip(updates, encoder, strict=True):
+        core = (left.T @ each.left.double()) @ (each.right.double() @ right)
+        for base, share in zip(bases, shares.tolist(), strict=True):
+            base.add_(core, alpha=share)
+    core = bases[0].float()
+    if merges:
+        core = _by_inputs(settings, item, bases.float()) * (values.lambda_ * basis.scale)
+    small = truncate(core, min(core.shape))
     rank = int(small.left.any(0).sum())
     halves = left @ small.left[:, :rank].double(), small.right[:rank].double() @ right.T
     return Factors(halves[0].float(), halves[1].float())
