@@ -17,7 +17,7 @@ START = 0.65  # of these, where the search begins
 LONGER = 1.4  # the same, of matrix merges, whose bases are not summed up
 LARGER = (5.6, 8.0, 11.0, 16.0, 22.0, 32.0)  # and of Iso-C, which is short over adapters
 # Of bases that are as long as task vectors; others are shorter, as means of several.
-SMALLER = (0.025, 0.05, 0.1, 0.2, 0.3, 0.45, 0.65, 1.0, 1.4)
+SMALLER = (0.025, 0.05, 0.1)
 SHORTER = 0.3
 ALPHAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 SHARES = (0.5, 0.25, 0.1, 0.05, 0.02)  # of entries that are sampled
@@ -64,11 +64,14 @@ def reference(plan: Plan) -> list[Cell]:
 
 def merge(plan: Plan, how: str, label: str, count: int, seed: int = 0) -> Cell:
     long = label in ("rand_select", "pca")
+    summed = how in ("ta", "ties")
     start = SHORTER if long else LONGER if how in MATRIX else START
-    lambdas = SMALLER if long else LAMBDAS + LARGER * how.startswith("iso")
+    lambdas = (SMALLER if summed or long else ()) + LAMBDAS + LARGER * how.startswith("iso")
+    # Addition over few bases has two maxima: with small lambdas, and where one task alone is left.
+    whole = {"whole": True} if summed else {}
     return {"kind": "matrices", "basis": label, "num_bases": count, "seed": seed, "how": how,
             "items": plan.items, "tested": plan.tested, "start": start,
-            "lambdas": [*lambdas],
+            "lambdas": [*lambdas], **whole,
             "merges": [how], "equal": True, "itemized": True}  # fmt: skip
 
 

@@ -109,8 +109,13 @@ def climbed(
 
 
 def start_of(cell: Cell) -> int | None:
-    """Where a search climbs from: the place of the cell's `start` among its `lambdas`."""
-    return cell["lambdas"].index(cell["start"]) if "start" in cell else None
+    """Where a search climbs from: the place of the cell's `start` among its `lambdas`.
+
+    None for a search of the whole grid.
+    """
+    if cell.get("whole") or "start" not in cell:
+        return None
+    return int(cell["lambdas"].index(cell["start"]))
 
 
 def addition(run: Run, cell: Cell) -> dict[str, Any]:

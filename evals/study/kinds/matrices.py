@@ -131,12 +131,12 @@ def matrices(run: Run, cell: Cell) -> dict[str, Any]:
     items, merges = used(run, cell), {}
     for how, vector in found.items():
         along = Direction(run, vector)
-        start, fixed = start_of(cell), ALL[how].fixed
-        best, curve = along.search(cell["lambdas"], run.tasks, items, start)
+        fixed = ALL[how].fixed
+        best, curve = along.search(cell["lambdas"], run.tasks, items, start_of(cell))
         asked = "test", run.tasks, cell["tested"]
         each = itemized(cell, along.scores(best, *asked))
         merges[how] = {"lambda": best, "curve": curve, "tuned": along.accuracy(best, *asked)}
-        if start is None:
+        if "start" not in cell:
             merges[how]["fixed"] = along.accuracy(fixed, *asked)
         else:  # validation items are cheaper
             scores = [mean_score(along.accuracy(by, "validation", run.tasks, items), run.tasks)
