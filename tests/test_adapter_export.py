@@ -129,9 +129,10 @@ def test_a_basis_without_a_direction_makes_no_adapter(models, tmp_path):
     tvb("build", write(made, tmp_path / "r"), tmp_path / "s", "--quiet")
     tvb("export", tmp_path / "s", tmp_path / "out", "--lora", "--rank", 2, "--all", "--sums")
     scales = json.loads((tmp_path / "out" / SCALES).read_text())
-    paths = {each["path"] for of in scales.values() for each in of}
-    assert paths == {"basis-000", "basis-001", "mean"}
-    assert paths <= {file.name for file in (tmp_path / "out").iterdir()}
+    paths = {each["path"]: each["id"] for of in scales.values() for each in of}
+    assert paths == {"basis-000": 0, "basis-001": 1, "mean": 2}
+    assert "mean" in tvb("inspect", tmp_path / "s", "--lora", "--quiet").stdout
+    assert paths.keys() <= {file.name for file in (tmp_path / "out").iterdir()}
 
 
 def by_peft(base: Path, *adapters: Path) -> tuple[Any, list[Delta]]:

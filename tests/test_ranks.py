@@ -110,7 +110,8 @@ CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
     "codes": (2, "build --bits 2", "tied", "basis_ta", {"basis": "none"}),
     "samples": (3, "build --keep 0.3", "sharded", "basis_ta", {"basis": "none"}),
     "lossless": (2, "build --lossless", "half", "basis_ta", {"basis": "none"}),
-    "coded bases": (3, "build --bits 2", "sharded", "basis_ta", {"basis": "pca", "num_bases": 2}),
+    "coded bases": (3, "build --bits 2", "sharded", "basis_ta", {"basis": "pca", "num_bases": 2,
+        "extra": {"tokenizer_source": "base"}}),
 }  # fmt: skip
 
 

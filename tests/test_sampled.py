@@ -18,10 +18,11 @@ import xxhash
 from commands import merge, recipe, refused, tvb, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from test_lossless_store import bfloat
-from tiny import TASKS, llama, load
+from tiny import TASKS, gpt2, llama, load
 from torch import Tensor
-from worlds import Models
+from worlds import Models, hub
 
 import tvb_mergekit
 from tvb_mergekit.core.matrices import interference_free
@@ -244,6 +245,7 @@ def test_a_basis_is_not_sampled(family: Models, tmp_path: Path) -> None:
         ({"basis": "none"}, ["--dtype", "bfloat16"]),
         ({"basis": "pca", "num_bases": 2}, ["--bits", "4"]),
         ({"basis": "rand_proj", "num_bases": 2}, []),
+        ({"basis": "rand_select", "num_bases": 1}, ["recoded"]),
     ],
 )
 def test_errors_of_bases_over_codes_and_samples(
@@ -252,6 +254,11 @@ def test_errors_of_bases_over_codes_and_samples(
     """They are of the models, and hold for a later addition too."""
     tasks = family.build(tmp_path / "tasks", f"--{coding}", "0.25" if coding == "keep" else "2")
     listed = [tasks.path / task for task in tasks.facts.store.folders]
+    if "recoded" in words:  # codes of codes, or of samples
+        over = recipe("basis_ta", family.base, listed, basis="none")
+        again = tmp_path / "again"
+        tvb("build", write(over, tmp_path / "recoded"), again, "--bits", "8", "--quiet")
+        listed, words = [again / task for task in tasks.facts.store.folders], []
     method = "basis_negate" if keys["basis"] == "rand_proj" else "basis_ta"
     keys = {**keys, "forget": TASKS[0], "alpha": 0.5} if method == "basis_negate" else keys
     over = recipe(method, family.base, listed, own={2: {"weight": -0.5}}, **keys)
@@ -271,6 +278,7 @@ def test_errors_of_bases_over_codes_and_samples(
             error = size({n: lost[n] - weight * tau[n].double() for n in lost})
             bounds = made.facts.errors[task]
             norm = size({n: tau[n] for n in lost}) * abs(weight)
+            assert made.facts.norms[task] == pytest.approx(norm, rel=1e-3)
             assert bounds.at_least * norm <= error * 1.001
             assert error <= bounds.at_most * norm * 1.001 + 1e-9
             assert coding == "bits" or error > norm / 2  # the samples' own
@@ -280,7 +288,42 @@ def test_errors_of_bases_over_codes_and_samples(
         torch.testing.assert_close(found, near, rtol=0, atol=0.1 * float(near.diagonal().max()))
 
     check()
-    if keys["basis"] in ("balanced", "ae") and "exclude" not in keys:
+    if keys["basis"] in ("balanced", "rand_select"):
         extra = family.models["poems"]
         tvb("add", store, extra, "--task", "more", "--base", family.base, "--budget", 2, "--quiet")
         check()
+
+
+def test_bases_over_codes_under_other_names(tmp_path: Path) -> None:
+    """Names that mergekit changes, and vectors of weight files."""
+    models = hub(gpt2, tmp_path / "models")
+    for path in (models.base, *models.models.values()):
+        state = {name.removeprefix("transformer."): t for name, t in load(path).items()}
+        save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    files = [path / "model.safetensors" for path in (models.base, *models.models.values())]
+    for base, *listed in ((models.base, *models.models.values()), files):
+        place = tmp_path / ("files" if base in files else "folders")
+        named = {number: {"task": task} for number, task in enumerate(models.tasks)}
+        every = recipe("basis_ta", base, listed, own=named, basis="none")
+        tvb("build", write(every, place), place / "tasks", "--bits", "2", "--quiet")
+        tasks = tvb_mergekit.load(place / "tasks")
+        vectors = [tasks.path / name / ("model.safetensors" if base in files else "")
+                   for name in tasks.facts.store.folders]  # fmt: skip
+        over = recipe("basis_ta", base, vectors, basis="balanced", num_bases=2)
+        tvb("build", write(over, place / "over"), place / "bases", "--quiet")
+        made = tvb_mergekit.load(place / "bases").facts
+        for task, error in tasks.facts.relative_error.items():
+            assert made.errors[task].at_most > 0.99 * error
+            assert made.norms[task] == pytest.approx(tasks.facts.norms[task])
+
+
+def test_a_sample_with_a_tokenizer(tmp_path: Path) -> None:
+    models, made = hub(llama, tmp_path / "models"), []
+    tasks = models.build(tmp_path / "tasks", "--keep", SHARE, basis="none")
+    for extra in ({}, {"tokenizer_source": "base"}):
+        listed = [tasks.path / task for task in models.tasks]
+        over = recipe("basis_ta", models.base, listed, basis="balanced", num_bases=2, extra=extra)
+        store = tmp_path / f"store-{len(extra)}"
+        tvb("build", write(over, store), store, "--quiet")
+        made.append(tvb_mergekit.load(store).facts)
+    assert made[0].matrix_norms == pytest.approx(made[1].matrix_norms, rel=0.1)

@@ -89,7 +89,7 @@ def build(recipe: str, store: str, dtype: DtypeName | None, **values: Any) -> No
     from tvb_mergekit.tensors.output import check_new_folder
 
     check_new_folder(store, input_folders(document.recipe))  # before anything is downloaded
-    inputs = world.first(lambda: open_models(document, values))
+    inputs = open_models(document, values)
     if not (quantize or dtype or share):
         share = default_share(inputs)
     own, resume = dtype_of(dtype) or inputs.own_dtype, values["resume"]
@@ -165,8 +165,9 @@ def _inspect_lora(path: str, as_text: bool, plot: str | None, values: dict[str, 
     name, weights, folder = base_of(bases, values["base"])
     every = items_of_store(bases, weights), bases.labels, weights, name, folder
     export, errors = AdapterExport(*every, Truncation(), torch.float32, engine), {}
-    for label, adapter in zip(bases.labels, adapters_of(bases, False)[0], strict=True):
-        errors[label], sizes = export.errors(adapter)
+    labels = dict(zip(bases.facts.store.folders, bases.labels, strict=True))
+    for adapter in adapters_of(bases, False)[0]:
+        errors[labels[adapter.folder]], sizes = export.errors(adapter)
     if plot is not None:
         from tvb_mergekit.cli.plot import plot_errors
 

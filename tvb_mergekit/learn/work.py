@@ -155,7 +155,7 @@ class Work(ABC):
         if not plan.tasks.items:
             raise UserError(NO_TENSOR)
         for name in plan.tensors.changed:
-            raise UserError(f"the tokenizer changes `{name}`; set `tokenizer_source: base`")
+            raise UserError(f"the tokenizer changes `{name}`; leave out `tokenizer_source`")
         self.device = plan.engine.devices[0]
         self.dtype = dtype_from_name(request.precision)
         self.models = TaskModels(plan, self.device)

@@ -22,6 +22,7 @@ from tvb_mergekit.plugin.planner import check_adapter_place, check_model_place, 
 from tvb_mergekit.plugin.recipe import refuse_bases
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.store.sparse import Dense
+from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import FUSE_INSTEAD, Adapter, NotPlainLora
 from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN, Checkpoint
 from tvb_mergekit.tensors.source import Holds
@@ -65,7 +66,7 @@ def read_inputs(document: Document, options: Options, names: Sequence[str] = ())
     else:
         check_for_store(document)
         if by_factors(document, options):
-            found = _adapter_inputs(document, options, names)
+            found = ranks.world().first(lambda: _adapter_inputs(document, options, names))
         else:
             found = tasks_for_store(document, plan_only(document, options))
     if not found.items:

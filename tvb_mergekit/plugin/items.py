@@ -205,7 +205,10 @@ def _loaded_whole(load: Load, parts: Sequence[Part]) -> Callable[[], Sequence[Pa
 
     def fresh() -> list[Part]:
         every = zip(whole_parts(load, dtypes, numel), parts, found, strict=True)
-        return [replace(p, holds=o.holds, name=o.name, shape=tuple(s)) for p, o, (_, s) in every]
+        return [
+            replace(p, holds=o.holds, name=o.name, share=o.share, shape=tuple(s))
+            for p, o, (_, s) in every
+        ]
 
     return fresh
 

@@ -23,7 +23,7 @@ from tvb_mergekit.progress import bars
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.store import report
 from tvb_mergekit.store.facts import Facts
-from tvb_mergekit.store.forms import missed_of, sums_of
+from tvb_mergekit.store.forms import sums_of
 from tvb_mergekit.tensors import merging, ranks
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import Engine
@@ -105,8 +105,6 @@ class Plan:
             held = {part.name for item in counted for part in item.inputs[:1]}
             if bases.keeps_tasks and held == set(bases.names):
                 tasks.sums = sums_of(bases, recipe.order)
-        if bases is not None and bases.keeps_tasks:
-            tasks.missed = missed_of(bases, recipe.order, tasks.names)
         return tasks
 
     @refusing()

@@ -29,6 +29,7 @@ from tvb_mergekit.settings import (
 )
 from tvb_mergekit.store import store
 from tvb_mergekit.store.facts import FACTS
+from tvb_mergekit.store.forms import before_coding
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.matrices import settings_over
 from tvb_mergekit.tensors.source import Weights
@@ -104,9 +105,11 @@ class Recipe:
         dtype: str | None,
     ) -> TaskSet:
         """The task vectors with these tensors; see `TaskSet`."""
-        built = list[float]()  # the scales that task vectors of a store have already
+        built, norms, missed = list[float](), list[float](), list[float]()
         if self.bases is not None and self.bases.keeps_tasks:
             built = (self.bases.weights / self.bases.scales)[list(self.order)].tolist()
+            held = {part.name for item in items for part in item.inputs[:1]}
+            norms, missed = before_coding(self.bases, self.order, held)
         return TaskSet(
             self.settings,
             self.tasks,
@@ -120,6 +123,8 @@ class Recipe:
             tied,
             dtype=dtype,
             built=built,
+            norms=norms,
+            missed=missed,
         )
 
 

@@ -84,7 +84,7 @@ def candidate(
     whole: Changed | Made | None = None
     if isinstance(inputs, PermutedVocabulary | TruncatedVocabulary):
         parts = {m: part and replace(part, shape=None) for m, part in parts.items()}
-        whole = Changed(weight.name, _stored_dtypes(inputs), list(parts), tokenizer, options)
+        whole = Changed(weight.name, _stored_dtypes(inputs), checkpoints, tokenizer, options)
     elif converted:
         whole = Made(loads, options)
     return Candidate(weight, dict(task.parameters.items()), parts, whole)
@@ -113,7 +113,7 @@ class Changed:
 
     name: str
     inputs: Any
-    models: Sequence[ModelReference]
+    checkpoints: Mapping[ModelReference, Checkpoint]
     tokenizer: Any
     options: MergeOptions
 
@@ -123,7 +123,7 @@ class Changed:
             return f"{self.name}: truncated"
         info = self.tokenizer
         digest = hashlib.sha256(repr(sorted(info.tokenizer.get_vocab().items())).encode())
-        for model in self.models:
+        for model in self.checkpoints:
             digest.update(repr(sorted(info.permutations[model].items())).encode())
         tokens = sorted((self.inputs.tokens or {}).items())
         return f"{self.name}: {digest.hexdigest()} {tokens!r} {self.inputs.pad_to_multiple_of}"
@@ -131,6 +131,9 @@ class Changed:
     def load(self, base_alone: bool) -> Sequence[Tensor]:
         """The changed tensors, as `Made.load` gives them."""
         LoaderCache().setup(options=self.options)  # mergekit has one for each thread
+        # Without a merge the plan's loaders are closed. mergekit's own read no vector of a store.
+        lacking = {m: c for m, c in self.checkpoints.items() if m not in LoaderCache.loaders}
+        LoaderCache.loaders |= {model: MappedLoader(each) for model, each in lacking.items()}
         universe = TaskUniverse()
         wanted = universe.add_task(self.inputs)
         known = {}
@@ -139,10 +142,10 @@ class Changed:
                 self._check_tokens()
             known[universe.add_task(self.inputs.tokenizer_task)] = self.tokenizer
         ((_, tensors),) = Executor([wanted], cached_values=known).run(quiet=True)
-        return [tensors[model] for model in (self.models[:1] if base_alone else self.models)]
+        return [tensors[model] for model in self.checkpoints][: 1 if base_alone else None]
 
     def _check_tokens(self) -> None:
-        rows = self.tokenizer.permutations[self.models[0]]
+        rows = self.tokenizer.permutations[next(iter(self.checkpoints))]
         vocabulary = self.tokenizer.tokenizer.get_vocab()
         added = [token for token, new in vocabulary.items() if rows.get(new, -1) < 0]
         if added:

@@ -173,7 +173,8 @@ class _Addition:
             sum(item.numel for item in self.items),
             held["encoder"],
             held["decoder"],
-            held["gram"] if bases.exact else None,
+            # The Gram matrix of codes and samples is of the task vectors before them.
+            held.get("gram") if bases.facts.store.codec not in ("codes", "sampled") else None,
             held.get("basis_weights"),
             held["norms"],
             held["errors"],

@@ -208,7 +208,8 @@ def join(
     coding: Coding
     if isinstance(newest, Lossless):
         share = newest.sample.share
-        settings = inputs.settings.model_copy(update={"basis": "none"})
+        standing = {"basis": "none", "seed": bases.settings.seed}
+        settings = inputs.settings.model_copy(update=standing)
         kept = replace(inputs, settings=settings, items=items)
         check_kept(kept, share)
         coding = keeping_of(kept, share)

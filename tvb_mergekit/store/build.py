@@ -133,8 +133,9 @@ def build_store(
             "encode": encoded - summed,
             "write": time.perf_counter() - encoded,
         }
-        vectors = dense_vectors(inputs, basis, dtype, files)
-        if coding is not None:
+        if coding is None:
+            vectors = dense_vectors(inputs, basis, dtype, files)
+        else:
             names = folders[: basis.encoding.num_bases]
             numbers = _numbers(
                 inputs, basis, measured, form, [partial / name for name in names], engine
@@ -208,8 +209,7 @@ def _coding(basis: Basis, inputs: TaskSet, form: Form) -> Coding | None:
         return keeping_of(inputs, form.share)
     if not form.bits:
         return None
-    numbers = numbers_of_bases(inputs, basis, torch.float32)
-    sizes, _, _ = sizes_of(basis, held_gram(inputs, basis), numbers["gram_bases"])
+    _, sizes, _, _ = sizes_of(basis, held_gram(inputs, basis))
     shares = torch.ones(len(sizes), dtype=torch.float64)
     shares[basis.encoding.num_bases :] = 0  # PCA's mean is in no sum
     return forms.coding_of(inputs.items, sizes.tolist(), shares, form.bits)

@@ -92,15 +92,25 @@ def lost(tensors: Mapping[str, Tensor]) -> Tensor:
     return tensors["tensor_errors"].sum(0).sqrt()
 
 
-def missed_of(bases: Bases, order: Sequence[int], names: Container[str]) -> list[float]:
-    """`TaskSet.missed` of vectors of a store of all tasks, over the tensors `names`."""
-    if bases.exact:
-        return []
-    missed = bases.tensors["errors"][1]
-    if "tensor_errors" in bases.tensors:
-        rows = [name in names for name in bases.names]
-        missed = bases.tensors["tensor_errors"][torch.tensor(rows)].sum(0).sqrt()
-    return [float(missed[k] / bases.scales[k].abs()) for k in order]
+def before_coding(
+    bases: Bases, order: Sequence[int], names: Container[str | None]
+) -> tuple[list[float], list[float]]:
+    """`TaskSet.norms` and `missed` of vectors of a store of all tasks, over these tensors of it."""
+    held, scales = bases.tensors, bases.scales[list(order)].abs()
+    if "tensor_errors" not in held:  # models
+        return [], []
+    rows = torch.tensor([name in names for name in bases.names])
+    errors, some, squares = (
+        each[:, : bases.num_bases].sum(0).sqrt()
+        for each in (
+            held["tensor_errors"],
+            held["tensor_errors"][rows],
+            held["tensor_squares"][rows],
+        )
+    )
+    norms = held["norms"] if rows.all() else squares
+    missed = some + (held["errors"][1] - errors).clamp(min=0)  # of codes of codes: both
+    return (norms[list(order)] / scales).tolist(), (missed[list(order)] / scales).tolist()
 
 
 def sums_of(bases: Bases, order: Sequence[int]) -> GramSums | None:
@@ -302,8 +312,8 @@ def check_kept(inputs: TaskSet, share: float) -> None:
         parts = [(item, item.inputs[inputs.tasks.index(task)]) for item in inputs.items]
         if inputs.adapters or any(part.holds == "delta" for _, part in parts):
             raise UserError(
-                f"{key} keeps entries of models, and that of task `{task}` is not one: keep an "
-                "adapter as it is, or use --bits 2 or more"
+                f"{key} keeps entries of models, and that of task `{task}` is not one: fuse an "
+                "adapter first (--fuse --lora-merge-cache DIR), or build with --bits 2 or more"
             )
         if isinstance(source, Lossless):  # its files and its other tensors would be lost
             raise UserError(

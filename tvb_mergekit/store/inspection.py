@@ -294,8 +294,9 @@ class Inspection:
             return f"none: the encoder weights of {self.basis} are not convex"
         if what == "epsilon" and len(self.tasks) == 1:
             return "none: one task"
-        grown = "gram" not in self.tensors
-        return "not known: the store has grown online" if grown else "not known"
+        if self.facts.store and self.facts.store.added:
+            return "not known: the store has grown online"
+        return "not known: the bases are of codes or samples" if self.facts.store else "not known"
 
 
 def as_json(inspection: Inspection) -> dict[str, Any]:

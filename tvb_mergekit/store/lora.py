@@ -283,18 +283,19 @@ def adapters_of(bases: Bases, sums: bool) -> tuple[list[NewAdapter], Scales]:
     # A basis of PCA without a direction has no factors.
     squares = [] if bases.keeps_tasks else bases.tensors["gram_bases"].diagonal().tolist()
     empty = {name for name, square in zip(folders, squares, strict=False) if not square}
+    ids = {name: k for k, name in enumerate(name for name in folders if name not in empty)}
     ones = torch.eye(len(bases.sources), dtype=torch.float64)
     scales = {
         task: [
-            {"id": k, "path": folders[k], "scale": scale}
-            for k, scale in enumerate(of.tolist())
-            if scale and folders[k] not in empty
+            {"id": ids[name], "path": name, "scale": scale}
+            for name, scale in zip(folders, of.tolist(), strict=True)
+            if scale and name in ids
         ]
         for task, of in zip(tasks, ones if bases.keeps_tasks else columns, strict=True)
     }
     titles = [f"{label} of {bases.path}" for label in bases.labels]
     adapters = [*map(NewAdapter, folders, titles, columns if bases.keeps_tasks else ones)]
-    adapters = [each for each in adapters if each.folder not in empty]
+    adapters = [each for each in adapters if each.folder in ids]
     if sums and not bases.keeps_tasks:
         places = [f"tasks/{name}" for name in slugs(tasks)]
         parts = [[(each["scale"], each["path"]) for each in scales[task]] for task in tasks]

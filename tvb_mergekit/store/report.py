@@ -62,8 +62,10 @@ def facts(tasks: TaskSet, basis: Basis, tunables: Mapping[str, set[float]]) -> F
     weights = dict(zip(basis.tasks, basis.weights, strict=True))
     for task, scale in zip(basis.tasks, tasks.built, strict=False):
         weights[task] *= scale
-    squares = (basis.sums.base_norm_squared, *basis.sums.gram.diagonal().tolist())
-    norms = [math.sqrt(square) for square in squares]
+    norms = [math.sqrt(square) for square in basis.sums.gram.diagonal().tolist()]
+    if tasks.norms:
+        norms = [norm * abs(w) for norm, w in zip(tasks.norms, basis.weights, strict=True)]
+    norms = [math.sqrt(basis.sums.base_norm_squared), *norms]
     return Facts(
         format_version=FORMAT_VERSION,
         versions=versions(),

@@ -220,11 +220,6 @@ class Bases:
             return self.weights
         return torch.ones(len(self.sources), dtype=torch.float64)
 
-    @property
-    def exact(self) -> bool:
-        """Whether the vectors are sums of whole task vectors, up to rounding."""
-        return self.facts.store.codec not in ("codes", "sampled") and "gram" in self.tensors
-
     def check_base(self, base: Weights, name: str) -> None:
         """Raise UserError unless `base` is the model that the bases are differences from.
 

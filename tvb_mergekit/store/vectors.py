@@ -32,7 +32,7 @@ from tvb_mergekit.store.facts import (
     record_of,
     weight_bytes,
 )
-from tvb_mergekit.store.report import facts, tensors_of, versions
+from tvb_mergekit.store.report import LOSSES, facts, tensors_of, versions
 from tvb_mergekit.store.store import MEAN, Bases, basis_folder, dtype_name, numbers_of
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.engine import Engine
@@ -137,7 +137,8 @@ def history_of(tasks: TaskSet, basis: Basis) -> dict[str, Any]:
         "model_bytes": tasks.model_bytes,
         "added": 0,
     }
-    return {**merged, "parameters": {**merged.parameters, **tasks.varying}, "store": store}
+    made = {**merged, "parameters": {**merged.parameters, **tasks.varying}, "store": store}
+    return made | dict.fromkeys(LOSSES, None) if tasks.missed else made  # of the models: not known
 
 
 def dense_vectors(
@@ -203,17 +204,14 @@ def _measured(
     """
     encoding, gram = basis.encoding, basis.sums.gram
     if encoding.encoder is None:  # rand_proj: orthonormal
-        products = torch.eye(encoding.num_bases, dtype=torch.float64)
         # An orthogonal projection. The noise: of ||tau_i||^2, and twice that of each <q_m, tau_i>.
         squares = gram.diagonal() - encoding.decoder.square().sum(0)
         noise = NOISE * gram.diagonal() * (1 + 2 * encoding.num_bases**0.5)
         low, high = ((squares + off).clamp(min=0).sqrt() for off in (-noise, noise))
     else:
-        products = encoding.encoder.T @ held @ encoding.encoder
         assert encoding.reconstruction is not None
         low, high = errors_of(gram, encoding.reconstruction)
-    products = (products + products.T) / 2
-    sizes, terms, table = sizes_of(basis, held, products)
+    products, sizes, terms, table = sizes_of(basis, held)
     if coded is None:
         coded = cast_loss(sizes, dtype, basis.sums.num_parameters)
     elif basis.settings.basis == "none":  # each vector is a task's, and nothing else is lost
@@ -223,20 +221,24 @@ def _measured(
     return {"gram_bases": products, "errors": errors}
 
 
-def sizes_of(basis: Basis, gram: Tensor, gram_bases: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Norms of K bases and PCA's mean [K], sums of their summands' norms [K], decoder [K, T]."""
-    encoding = basis.encoding
-    sizes, table = gram_bases.diagonal().clamp(min=0).sqrt(), encoding.decoder
-    norms, encoder = gram.diagonal().clamp(min=0).sqrt(), encoding.encoder
-    if encoding.mixing is not None:  # the columns of Omega
-        assert basis.sums.sketch_gram is not None
-        norms, encoder = basis.sums.sketch_gram.diagonal().sqrt(), encoding.mixing
-    assert encoder is not None
-    terms = norms @ encoder.abs()
+def sizes_of(basis: Basis, held: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`gram_bases` [M, M], norms of K bases and PCA's mean [K], sums of their summands' norms [K],
+    and the decoder [K, T]. `held` is `held_gram`.
+    """
+    encoding, norms = basis.encoding, held.diagonal().clamp(min=0).sqrt()
+    table, encoder = encoding.decoder, encoding.encoder
+    if encoder is not None:
+        products = encoder.T @ held @ encoder
+    else:  # rand_proj: orthonormal, of the columns of Omega
+        products, encoder = torch.eye(encoding.num_bases, dtype=torch.float64), encoding.mixing
+        assert encoder is not None and basis.sums.sketch_gram is not None
+        norms = basis.sums.sketch_gram.diagonal().sqrt()
+    products = (products + products.T) / 2
+    sizes, terms = products.diagonal().clamp(min=0).sqrt(), norms @ encoder.abs()
     if basis.settings.basis == "pca":
-        sizes, table = with_mean(sizes, table, gram)
+        sizes, table = with_mean(sizes, table, held)
         terms = torch.cat([terms, norms.mean().reshape(1)])
-    return sizes, terms, table
+    return products, sizes, terms, table
 
 
 def with_mean(sizes: Tensor, decoder: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,8 +37,8 @@ class TaskSet:
         left_out: Tensor -> reason why it stays the base's.
         tied: A tensor of the base that is tied to another -> the one that counts.
         sums: The unweighted Gram matrix, if it is known.
-        missed: The norm of what each unweighted code or sample lacks of its task vector, [T]; empty
-            for models.
+        norms, missed: The norm of each unweighted task vector before it became a code or sample,
+            and of what this lacks of it, [T]; empty for models.
         adapters: The models as low-rank factors, if all are.
         folder: The base's folder, for its config.json and tokenizer.
         varying: `lambda`, `alpha` and `density` as the recipe has them.
@@ -58,6 +58,7 @@ class TaskSet:
     left_out: Mapping[str, str] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
     sums: GramSums | None = None
+    norms: Sequence[float] = ()
     missed: Sequence[float] = ()
     adapters: Sequence[Adapter] = ()
     folder: Path | None = None
