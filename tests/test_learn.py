@@ -4,6 +4,7 @@ import codecs
 import errno
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -494,6 +495,33 @@ def test_a_token_that_the_model_does_not_know(case: Case, tmp_path: Path) -> Non
     with pytest.raises(UserError, match=r"line 1: token 95 \('t95'\), and the model knows 95; use"):
         encode(file, tokenizer, 64, 95)
     assert encode(file, tokenizer, 64, 96)
+
+
+@pytest.mark.parametrize(
+    ("line", "texts", "plain"),
+    [
+        ({"prompt": "t1", "response": "t2 t3", "text": "t9"}, False, ("prompt", "response")),
+        ({"text": "t4 t5", "prompt": "t1"}, True, ("text",)),
+        ({"prompt": "t1", "response": "t2", "prompt_id": "t9"}, True, ("prompt", "response")),
+    ],
+)
+def test_other_keys_of_a_line_do_not_count(line, texts, plain, case, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(case.models[0])
+    given = [line, {key: line[key] for key in plain}]
+    file = as_lines(tmp_path / "data", given)
+    (one,) = read_data([f"law={file}"], None, unlabeled=True, texts=texts)
+    first, second = encode(one, tokenizer, 64, 96)
+    assert first == replace(second, line=first.line) and not first.unlabeled
+
+
+def test_tensors_that_one_model_ties(tmp_path: Path) -> None:
+    models = worlds.one_untied(tmp_path / "models")
+    file = as_lines(tmp_path / "data", [{"text": "t1 t2"}])
+    words = [word for task in models.tasks for word in ("--data", f"{task}={file}")]
+    recipe = write(models.recipe(basis="none"), tmp_path / "r")
+    for method, which in (("fisher", f"the model of {models.tasks[1]}"), ("atlas", "the base")):
+        said = refused("learn", recipe, method, *words, "--out", tmp_path / "out", "--quiet")
+        assert f"are tied in {which}" in said
 
 
 def test_a_name_with_an_equals_sign_and_a_mark_of_the_byte_order(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Low-rank updates against dense matrices, adapters against what PEFT writes, loads and fuses."""
 
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -440,6 +441,8 @@ def test_dora_and_trained_modules_are_fused_instead(adapters: Models, tmp_path: 
         tau = torch.stack([task_vectors(adapters)[:, 0], flat(change, adapters)], dim=1)
         near(store.load(out).tensors["gram"], tau.T @ tau)
         tvb("check", file, *fused, "--deep")
+        os.utime(adapter / "adapter_config.json", (2e9, 2e9))  # edited later
+        assert "older than the adapter or the base" in refused("check", file, *fused)
         shutil.rmtree(out)
 
 

@@ -54,13 +54,14 @@ class FisherMean:
 
 @dataclass(frozen=True, eq=False)
 class Stitch:
-    """theta_0 + sum_m V_m / max(1, number of m with V_m != 0), entry by entry.
+    """theta_0 + s sum_m V_m / max(1, number of m with V_m != 0), entry by entry.
 
     Averages overlapping entries of sparse vectors (Localize-and-Stitch, He et al., 2024). A step of
     `combine_pass`: the rows of a chunk are the M vectors.
     """
 
     vectors: int
+    scale: float = 1.0
     count = 1
 
     @property
@@ -70,7 +71,7 @@ class Stitch:
     def on(self, device: torch.device) -> Compute:
         def compute(base32: Tensor, rows: Tensor) -> Tensor:
             there = (rows != 0).sum(0).clamp_(min=1)
-            return rows.sum(0).div_(there).add_(base32)[None]
+            return rows.sum(0).mul_(self.scale).div_(there).add_(base32)[None]
 
         return compute
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +32,7 @@ def learn_centroids(
     """
     files = read_data(data, bases.tasks, unlabeled=True, texts=False)
     tokenizer = open_tokenizer([base], trust)
+    files = [replace(file, records=[(n, _asked(of)) for n, of in file.records]) for file in files]
     encoded = [encode(file, tokenizer, *limits(base, trust)) for file in files]
     model, means = load_model(base, device, trust), []
     update = progress("Prompts", sum(map(len, encoded)), "prompt")
@@ -42,3 +45,8 @@ def learn_centroids(
         means.append(torch.cat(states).mean(0))
     facts = {"tasks": bases.tasks, "base": bases.facts.store.base_fingerprint}
     kept.save(out, kept.LEARNED, {"centroids": torch.stack(means)}, facts)
+
+
+def _asked(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A prompt alone, since a token across its end is none of a prompt that is asked."""
+    return {"prompt": record["prompt"]} if "prompt" in record else record

@@ -21,10 +21,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tvb_mergekit.errors import UserError, counted, listed, one_line
 from tvb_mergekit.settings import hint
+from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES
 
 LOG = logging.getLogger(__name__)
 FORMS = (("messages",), ("prompt", "response"), ("text",))
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
@@ -110,17 +110,17 @@ def _read(task: str, path: str, unlabeled: bool, texts: bool) -> DataFile:
             try:
                 record = json.loads(line.decode("utf-8"))
                 json.dumps(record, ensure_ascii=False).encode()  # raises ValueError at surrogates
-                _check(record, unlabeled, texts)
+                form = _form_of(record, unlabeled, texts)
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, line {number}: {error}") from error
-            records.append((number, record))
+            records.append((number, {key: record[key] for key in form}))
     if not records:
         raise UserError(f"{path}: no examples, and task {task} needs some")
     return DataFile(task, path, records, hashlib.sha256(data).hexdigest())
 
 
-def _check(record: Any, unlabeled: bool, texts: bool) -> None:
-    """Raise ValueError unless a record has one of FORMS, or with `unlabeled` a prompt alone."""
+def _form_of(record: Any, unlabeled: bool, texts: bool) -> tuple[str, ...]:
+    """The one of FORMS that a record has, or with `unlabeled` a prompt alone; else a ValueError."""
     if not isinstance(record, dict):
         raise ValueError(f"expected an object, found {type(record).__name__}")
     forms = [keys for keys in FORMS[: 2 + texts] if all(key in record for key in keys)]
@@ -134,6 +134,7 @@ def _check(record: Any, unlabeled: bool, texts: bool) -> None:
             raise ValueError(f"`{key}` is {record[key]!r:.40}: expected text")
     if forms[0] == ("messages",):
         _check_messages(record["messages"])
+    return forms[0]
 
 
 def _check_messages(messages: Any) -> None:
@@ -159,7 +160,7 @@ def open_tokenizer(folders: Sequence[Path], trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
     for folder in folders:
-        if any((folder / name).is_file() for name in TOKENIZERS):
+        if any((folder / name).is_file() for name in TOKENIZER_FILES):
             path = os.fspath(folder)
             try:
                 return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -185,7 +186,7 @@ def encode(file: DataFile, tokenizer: Any, context: int, vocabulary: int) -> lis
     for line, record in file.records:
         where = f"{file.path}, line {line}"
         ids, start = _tokens(record, tokenizer, where)
-        unlabeled = "prompt" in record and "response" not in record
+        unlabeled = record.keys() == {"prompt"}
         if len(ids) - start > context - (start > 0):  # a prompt keeps a token, to predict the first
             what = "text" if "text" in record else "response"
             raise UserError(

@@ -20,7 +20,7 @@ from tvb_mergekit.core.merge import Linear, Step
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.learn import kept, statistics
 from tvb_mergekit.learn.descent import passing
-from tvb_mergekit.learn.models import bases_of, check_mixture, mixtures_of
+from tvb_mergekit.learn.models import bases_of, check_mixture, check_untied, mixtures_of
 from tvb_mergekit.learn.work import LEARNED, CostEstimate, Request, Work, hash_of
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.store.facts import FOLDER, FileRecord, check_files
@@ -147,6 +147,7 @@ class StatisticsMethod(Work):
         request, examples = self.request, self.examples[task]
         model = self.models.load(task)
         parameters = self.models.named(model, task)
+        check_untied(parameters, f"the model of {task}")
         with passing(self.device, self.dtype):
             if self.fisher:
                 seed, samples = f"{request.seed} {task}", request.samples
@@ -162,7 +163,7 @@ class StatisticsMethod(Work):
         held = set.intersection(*(set(file.tensors) for file in files))
         if self.request.normalize:
             names = sorted(held)  # a sum in one order
-            totals = [sum(float(f.tensor(n).double().sum()) for n in names) for f in files]
+            totals = [sum(_sum(f.tensor(n)) for n in names) for f in files]
             scales = [1 / total if total else 0.0 for total in totals]
             encoder = torch.tensor(scales, dtype=torch.float64)[:, None] * encoder
         # Tensor -> the tensor with its statistics. Without any, it is the mean of the bases.
@@ -202,12 +203,19 @@ class StatisticsMethod(Work):
 
     def facts(self) -> dict[str, Any]:
         request = self.request
-        keys = ("mixture", "seed", "subsample", "normalize")
+        drawn = {key: getattr(request, key) for key in ("seed", "subsample")}
         return {
-            **{key: getattr(request, key) for key in keys},
+            "mixture": request.mixture,
+            "normalize": request.normalize,
+            **(drawn if request.source is None else dict.fromkeys(drawn)),  # as in `tasks`
             "off_diagonal": None if self.fisher else request.off_diagonal,
             "tasks": self.tasks_facts,
         }
+
+
+def _sum(tensor: Tensor) -> float:
+    """In float64, without a copy of a complete embedding."""
+    return sum(float(part.double().sum()) for part in tensor.reshape(-1).split(2**22))
 
 
 def layer_bytes(shape: Sequence[int], bases: int, dimension: int) -> int:

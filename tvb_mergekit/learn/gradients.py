@@ -31,7 +31,7 @@ from tvb_mergekit.learn.data import (
     shuffled,
 )
 from tvb_mergekit.learn.descent import Descent, History, Moving, Schedule
-from tvb_mergekit.learn.models import bases_of, load_model
+from tvb_mergekit.learn.models import bases_of, check_untied, load_model
 from tvb_mergekit.learn.work import CostEstimate, Request, Work, hash_of
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.tensors import ranks
@@ -51,6 +51,10 @@ PER = Literal["layer", "tensor"]
 LAYER = re.compile(r"^(.*?\.\d+)\.")
 # Options of all methods by gradients that shape the result, in a file's facts.
 SHAPING = ("method", "mixture", "seed", "subsample", "held_out", "precision")
+
+
+def _layers(config: Any) -> int | None:
+    return getattr(config.get_text_config(), "num_hidden_layers", None)
 
 
 class GradientMethod(Work):
@@ -76,13 +80,13 @@ class GradientMethod(Work):
         self.splits: list[Split] = []
         self.histories: list[History] = []
         self.learned: dict[str, Any] = {}
-        every = self.models.named(self.models.empty)
-        first = {id(parameter): name for name, parameter in reversed(every.items())}
-        if twice := [name for name, p in every.items() if first[id(p)] != name]:
-            other = first[id(every[twice[0]])]
+        check_untied(self.models.named(self.models.empty), "the base's model")
+        pairs = [(i.name, i.base.name) for i in plan.tasks.items if i.base and i.base.name]
+        moved = any(re.findall(r"\d+", one) != re.findall(r"\d+", two) for one, two in pairs)
+        if moved or _layers(plan.config) != _layers(self.models.empty.config):
             raise UserError(
-                f"tensors `{other}` and `{twice[0]}` are tied in the base's model, and two in "
-                "others: they cannot be learned apart; set `exclude` to one of them"
+                f"`slices` change the base's layers, and {request.method} learns on the base: list "
+                "the models under `models`"
             )
 
     def _passes(self, runs: int) -> tuple[int, int]:
@@ -121,7 +125,7 @@ class GradientMethod(Work):
                 "scale": scale,
                 "tensors": hash_of(self.tensors),
             },
-            "data": [[file.task, file.sha256] for file in self.files],
+            "data": [[each["task"], each["sha256"], each["tokens"]] for each in self.data_facts()],
             **{key: getattr(request, key) for key in SHAPING},
             "schedule": asdict(self.schedule),
             **self._own_facts(),

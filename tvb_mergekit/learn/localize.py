@@ -92,8 +92,9 @@ class Localize(GradientMethod):
 
     def _write(self, file: Path, mask: Mask, facts: dict[str, Any]) -> None:
         names, shapes = base_names(self.plan), {i.name: i.shape for i in self.plan.tasks.items}
+        scale = self.plan.basis.scale  # which every merge of the masked bases multiplies by
         masked = (
-            (names[name], (mask.bases[name][0] * entries).view(shapes[name]).cpu())
+            (names[name], (mask.bases[name][0] / scale * entries).view(shapes[name]).cpu())
             for name, entries in mask.kept().items()
         )
         write_sparse(file, masked, self._dtype, {kept.LEARNED: kept.described(facts)})
@@ -108,7 +109,7 @@ class Localize(GradientMethod):
 
         stitched = [of_masked(item) if item.tunables else item for item in items]
         moving = [item.name for item in items if item.tunables]
-        step: Step = Stitch(len(masked))
+        step: Step = Stitch(len(masked), plan.basis.scale)
         combine_pass(stitched, dict.fromkeys(moving, step), sink, plan.engine)
 
     def write(self, folder: Path) -> None:

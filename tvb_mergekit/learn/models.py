@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,17 @@ from tvb_mergekit.tensors.writing import Stacked
 LOG = logging.getLogger(__name__)
 MIXED = ("pca", "linear_ae")  # bases whose encoder may have negative entries
 Mixture = Literal["encoder", "equal", "positive"]
+
+
+def check_untied(parameters: Mapping[str, nn.Parameter], which: str) -> None:
+    """Raise UserError if two tensors of the merge are one parameter of a model."""
+    first = {id(parameter): name for name, parameter in reversed([*parameters.items()])}
+    if twice := [name for name, p in parameters.items() if first[id(p)] != name]:
+        other = first[id(parameters[twice[0]])]
+        raise UserError(
+            f"tensors `{other}` and `{twice[0]}` are tied in {which}, and two in others: they "
+            "cannot be learned apart; set `exclude` to one of them"
+        )
 
 
 class TaskModels:
@@ -62,6 +73,9 @@ class TaskModels:
         prints = self.plan.tasks.fingerprints
         if self.stored is None:
             return [prints[str(self.plan.recipe.models[self.tasks.index(task)])]]
+        if self.stored.keeps_tasks:  # not of the others
+            model = self.plan.recipe.models[self.tasks.index(task)]
+            return [prints[str(self.plan.recipe.base)], prints[str(model)], task]
         return [*prints.values(), task]
 
     def load(self, task: str) -> nn.Module:

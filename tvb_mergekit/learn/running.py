@@ -45,12 +45,13 @@ def learn(request: Request, dry: bool = False) -> CostEstimate:
     if request.store is not None:
         check_for_store(request.document)
     with ExitStack() as stack:
+        if world.leads and not dry:
+            _check_places(request)
         plan = stack.enter_context(planned(request.document, request.options, request.memory))
         work = METHODS[request.method](request, plan)
         if dry:
             return work.costs()
         if world.leads:
-            _check_places(request)
             warn_of_stale_parts(request.out)
         costs = work.check()
         if world.leads:

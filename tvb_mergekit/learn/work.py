@@ -342,6 +342,7 @@ class Work(ABC):
                 "sha256": file.sha256,
                 "lines": len(file.records),
                 "examples": file.count(self.share),
+                "tokens": hash_of([[e.ids, e.start] for e in self.examples.get(file.task, ())]),
             }
             for file in self.files
         ]

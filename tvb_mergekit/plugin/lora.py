@@ -29,7 +29,7 @@ from tvb_mergekit.tensors.matrices import check_matrices, merged_factors
 from tvb_mergekit.tensors.merging import build_basis, changes_of, check_tables, most_bases
 from tvb_mergekit.tensors.output import check_new_folder
 from tvb_mergekit.tensors.passes import LEAST
-from tvb_mergekit.tensors.stream import Part
+from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.taskset import TaskSet
 
 GRADIENT = "`lambda`, `alpha` and `density` of adapters may have filters, but no layer gradient"
@@ -70,23 +70,20 @@ def merge_to_adapter(
         bases = most_bases(settings, len(tasks.tasks))
         if any(size):
             check_matrices(settings, tasks.items, bases, engine.memory)
+            _check_memory(tasks.items, engine.memory)
         if settings.method == "basis_ties" and engine.memory is not None:
             check_tables(bases, engine.memory)
         basis: Combination = build_basis(tasks, engine)
     else:
         with planned(document, options, engine.memory) as plan:
-            tasks, basis = tasks_for_store(document, plan), plan.build()
+            tasks = tasks_for_store(document, plan)
+            _check_memory(tasks.items, engine.memory)
+            basis = plan.build()
             every = zip(tasks.items, plan.tasks.items, strict=True)  # names seed rand_proj
             tasks.items = [replace(one, counted_as=other.counted_as) for one, other in every]
 
     items, known = changes_of(basis, tasks.items, engine), dict[str, Factors]()
     items = [replace(item, counted_as=item.name) for item in items]
-    largest = max(items, key=lambda item: item.numel)
-    if engine.memory is not None and any(size) and 4 * largest.numel + LEAST > engine.memory:
-        raise UserError(
-            f"{megabytes(engine.memory)} of memory are too little: tensor `{largest.name}` of the "
-            f"merge takes {megabytes(4 * largest.numel + LEAST)} in float32; raise --memory"
-        )
     if not any(size):
         known |= {item.name: merged_factors(basis, item, tasks.adapters) for item in tasks.items}
         merged = replace(tasks.adapters[0], factors=known)
@@ -138,3 +135,13 @@ def _is_graded(setting: object) -> bool:
     if not isinstance(setting, list):
         return False
     return not any(isinstance(each, Mapping) for each in setting) or any(map(_is_graded, setting))
+
+
+def _check_memory(items: Sequence[Item], memory: int | None) -> None:
+    """Raise UserError unless `memory` bytes hold each tensor of the merge in float32."""
+    largest = max(items, key=lambda item: item.numel)
+    if memory is not None and 4 * largest.numel + LEAST > memory:
+        raise UserError(
+            f"{megabytes(memory)} of memory are too little: tensor `{largest.name}` of the merge "
+            f"takes {megabytes(4 * largest.numel + LEAST)} in float32; raise --memory"
+        )

@@ -31,6 +31,7 @@ from tvb_mergekit.settings import (
     MODEL_KEYS,
     TITLES,
     VARYING_KEYS,
+    check_tasks,
     check_value,
     resolve_settings,
 )
@@ -105,6 +106,7 @@ class BasisMethod(MergeMethod):
                 raise UserError("every tensor must have the same inputs in the same order")
         given = {key: value for key, value in (parameters or {}).items() if key not in MODEL_KEYS}
         tasks = [bound[0]["task"][key] or str(key) for key in ids]
+        check_tasks(tasks, [str(key) for key in ids])
         settings = resolve_settings(self.spec.name, given, tasks)
         weights = [bound[0]["weight"][key] for key in ids]
         labels = [group.metadata.name or f"tensor {i}" for i, group in enumerate(groups)]

@@ -43,13 +43,10 @@ from tvb_mergekit.plugin.sources import (
 from tvb_mergekit.progress import phase
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.checkpoint import Checkpoint, weight_files
+from tvb_mergekit.tensors.adapter import CONFIG
+from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint, weight_files
 from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.stream import Part
-
-TOKENIZER_FILES = (
-    "tokenizer.json tokenizer.model vocab.json vocab.txt spiece.model tokenizer_config.json"
-).split()
 
 
 @contextmanager
@@ -320,6 +317,7 @@ def _check_adapter(model: ModelReference, cache: str | None) -> None:
     check_adapter_place(model.lora.path)
     folders = (model.model.path, model.lora.path)
     files = [os.path.join(path, name) for path in folders for name in weight_files(path)]
+    files += [path for path in [os.path.join(model.lora.path, CONFIG)] if os.path.isfile(path)]
     for file in files:
         if os.path.basename(file).startswith("adapter_model."):
             Checkpoint.open(file)

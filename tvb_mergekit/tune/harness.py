@@ -120,7 +120,7 @@ def require() -> None:
 
 
 def versions() -> dict[str, str]:
-    return {name: version(name) for name in ("lm_eval", "torch", "transformers")}
+    return {name: version(name) for name in ("lm_eval", "mergekit", "torch", "transformers")}
 
 
 def manager(include_path: Sequence[str], metadata: Mapping[str, Any]) -> Any:
@@ -274,6 +274,21 @@ def _pick(name: str, asked: Sequence[str] | None, emitted: Sequence[str]) -> Seq
     raise UserError(f"task {name}: choose --metric {name}:METRIC, one of {', '.join(emitted)}")
 
 
+def check_options(options: LmEval, base: Path, trust_remote_code: bool) -> None:
+    """Raise UserError for options that would fail only with the first merged model."""
+    from transformers import AutoTokenizer
+
+    if not re.fullmatch(r"auto(:[\d.]+)?|[1-9]\d*", options.batch_size):
+        raise UserError(f"--batch-size {options.batch_size}: expected a number, or `auto`")
+    keys = options.model_keys
+    if own := sorted(keys.keys() & {"batch_size", "device", "pretrained", "trust_remote_code"}):
+        raise UserError(f"--model-args {own[0]}=...: tvb tune sets it; it has options of its own")
+    if options.chat_template and "tokenizer" not in keys:
+        tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=trust_remote_code)
+        if tokenizer.chat_template is None:
+            raise UserError("--apply-chat-template: the base's tokenizer has no chat template")
+
+
 def load_model(options: LmEval, trust_remote_code: bool, folder: Path) -> Any:
     """Load the model in a folder as `lm_eval --model hf` does: an HFLM."""
     from lm_eval.models.huggingface import HFLM
@@ -285,7 +300,7 @@ def load_model(options: LmEval, trust_remote_code: bool, folder: Path) -> Any:
     except Exception as error:  # --model-args may be wrong in any way
         raise UserError(f"lm-eval cannot load the model: {one_line(error):.300}") from error
     if options.chat_template and lm.tokenizer.chat_template is None:
-        raise UserError("--apply-chat-template: the base's tokenizer has no chat template")
+        raise UserError("--apply-chat-template: the model's tokenizer has no chat template")
     return lm
 
 

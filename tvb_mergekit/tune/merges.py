@@ -154,9 +154,10 @@ class TunedRecipe:
                 return plan.output_bytes
         return max(Checkpoint.open(self._folders(model)[0]).nbytes for model in self._models())
 
-    def base(self) -> Path | None:
+    def base(self) -> Path:
         base = MergeConfiguration.model_validate(self.document).base_model
-        return None if base is None else self._folders(base)[0]
+        assert base is not None  # `read_tuned` refuses a recipe without one
+        return self._folders(base)[0]
 
     def identity(self) -> dict[str, Any]:
         """Return the facts that decide the merged models, except the point, for kept scores."""
@@ -246,7 +247,9 @@ def read_tuned(path: str, options: Options, seed: int = 0, memory: int = MEMORY)
     if os.path.isdir(path):
         if not is_store(path):
             raise UserError(f"{path}: a folder, but not a store; name a recipe, or a store")
-        path = str(Path(path) / "recipes" / "add.yml")
+        store, path = path, str(Path(path) / "recipes" / "add.yml")
+        if not os.path.exists(path):
+            raise UserError(f"{store}: its bases are random directions, of which no sum is merged")
     file = parse(path)
     document, text = file.single(), file.text.removeprefix("\ufeff")
     method = document.get("merge_method")
@@ -282,16 +285,24 @@ def _check_stock(path: str, document: Mapping[str, Any]) -> bool:
 
 
 def _sections(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield every `parameters` of the recipe, except those of single models."""
+    """Yield every `parameters` of the recipe, except those of single models.
+
+    YAML's anchors make several of them one object.
+    """
+    seen = set[int]()
     for part in (document, *(document.get("modules") or {}).values()):
         for place in (part, *(part.get("slices") or ())):
-            if isinstance(place.get("parameters"), dict):
-                yield place["parameters"]
+            found = place.get("parameters")
+            if isinstance(found, dict) and id(found) not in seen:
+                seen.add(id(found))
+                yield found
 
 
 def _stamps(folder: Path) -> dict[str, list[int]]:
     """Return size and time of the weights, the configuration and the tokenizer of a model."""
-    names = {*weight_files(folder), *(file.name for file in folder.glob("*.json"))}
+    patterns = ("*.json", "*.jinja", "*.model", "*.txt")
+    others = (file.name for pattern in patterns for file in folder.glob(pattern))
+    names = {*weight_files(folder), *others}
     stats = {name: (folder / name).stat() for name in sorted(names)}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 

@@ -107,6 +107,7 @@ def tune(request: TuneRequest) -> Tuned:
     size = recipe.output_bytes()
     check_memory(size, request.device)
     check_disk(request.out, (DISK if recipe.linear else 1) * size)
+    harness.check_options(request, recipe.base(), request.options.trust_remote_code)
     goals = _objectives(request, choice, recipe.base())
     tasks = [task for goal in goals.values() for task in goal.tasks]
     notes = harness.without_split(tasks)
@@ -161,9 +162,7 @@ def _mistakes(request: TuneRequest, recipe: TunedRecipe, points: Sequence[float]
         yield f"--write {write}: --out {out} lies there; name another folder"
 
 
-def _objectives(
-    request: TuneRequest, choice: ItemChoice, base: Path | None
-) -> dict[str, Objective]:
+def _objectives(request: TuneRequest, choice: ItemChoice, base: Path) -> dict[str, Objective]:
     reference = None if request.reference is None else read_results(request.reference)
     metrics: dict[str, list[str]] = {}
     for text in request.metrics:
