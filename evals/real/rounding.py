@@ -31,6 +31,7 @@ import tvb_mergekit
 from real.model import bucketed, drawn, encode, loss
 from real.tasks import TASKS, read
 from real.train import FOLDER, tokenizer
+from tvb_mergekit.atomic import write_file
 
 STEPS = (50, 200, 500)
 PLAN = (("full", 5e-6), ("full", 2e-5), ("full", 1e-4), ("bfloat16", 2e-5), ("lora16", 1e-3))
@@ -108,16 +109,17 @@ def main(data: Path, out: Path, task: str) -> None:
     file = out / "rounding.jsonl"
     found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     for kind, rate in PLAN:
-        if any((f["kind"], f["rate"], f["steps"]) == (kind, rate, STEPS[-1]) for f in found):
+        about = {"task": task, "kind": kind, "rate": rate}
+        done = [f for f in found if about.items() <= f.items()]
+        if len(done) == len(STEPS):
             continue
+        found = [f for f in found if f not in done]  # of a run that was ended
         for steps, model in train(out / "base", data, task, kind, rate):
-            facts = {"kind": kind, "rate": rate, "steps": steps, **measure(out / "base", model)}
-            found.append(facts)
-            with file.open("a") as lines:
-                lines.write(json.dumps(facts) + "\n")
+            found.append({**about, "steps": steps, **measure(out / "base", model)})
+            write_file(file, "".join(json.dumps(f) + "\n" for f in found).encode())
     click.echo("| training | rate | steps | relative norm | unchanged | bits |")
     click.echo("|---|--:|--:|--:|--:|--:|")
-    for f in found:
+    for f in (f for f in found if f["task"] == task):
         click.echo(f"| {f['kind']} | {f['rate']:g} | {f['steps']} | {f['norm']:.2%} | "
                    f"{f['same']:.0%} | {f['bits']:.2f} |")  # fmt: skip
 

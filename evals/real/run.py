@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import shutil
 import tempfile
@@ -23,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from real.model import LONGEST, Example, answers, autocast, encode, endings, evaluate, predict
-from real.tasks import GRADED, OUTSIDE, TASKS, Item, metric, read
+from real.tasks import GRADED, OUTSIDE, SHIPPED, TASKS, Item, metric, read
 
 GENERATED = (*GRADED, "geoquery_sql")  # other answers than the expected one count, too
 SPOKEN = 50  # items of such a task, which cost as much as hundreds of others
@@ -157,7 +158,11 @@ def trained(
             f"run python evals/real/train.py --data {data} --out {out} --only 'seed{seed}/{kind}/*'"
         )
     models = fingerprint([out / "base", *folders])
+    models += fingerprint([data / task for task in (*tasks, *OUTSIDE)], ("t*.jsonl",))
+    models += fingerprint([out / "base"], ("tokenizer*.json", "generation_config.json"))
     label = kind if len(tasks) == len(TASKS) else f"{kind}-{len(tasks)}"
+    if tasks not in (TASKS, SHIPPED):
+        label += "-" + hashlib.sha256(" ".join(tasks).encode()).hexdigest()[:4]
     cells = out / f"seed{seed}" / "cells" / label
     arguments = (out, data, seed, kind, device, tasks)
     return Source(Run, arguments, cells, models, device, ("real", label, seed))

@@ -29,7 +29,7 @@ PAPER = {
 def paper(runs: Runs) -> list[Sheet]:
     """The paper's bases under its three merges, beside its numbers."""
     hows = {"ta": "task arithmetic", "ties": "TIES", "localize": "Localize-and-Stitch",
-            "dataless": "the same, dataless"}  # fmt: skip
+            "dataless": "Localize-and-Stitch, dataless"}  # fmt: skip
     made, every = [], len(runs.tasks)
     for count in (every // 4, every // 2):
         columns, rows = dict[str, Column](), dict[str, list[Spread | None]]()
@@ -60,7 +60,7 @@ def bounds(found: dict[str, Any], order: Sequence[str]) -> dict[str, list[tuple[
     smooth = {task: abs(each["smoothness"]) for task, each in tasks.items()}
     beyond = math.sqrt(found["eigenvalues"][found["num_bases"]])
     made: dict[str, list[tuple[float, float]]] = {
-        "addition": [(smooth[t] * c * (1 + epsilon), next(iter(each["added"].values())))
+        "addition": [(smooth[t] * c * (1 + epsilon), gaps(each["added"], order)[0])
                      for t, each in tasks.items()],
         "an unseen task": [
             (smooth[t] * (c - each["unseen"]["rho"] * each["unseen"]["inner"]),
@@ -73,6 +73,11 @@ def bounds(found: dict[str, Any], order: Sequence[str]) -> dict[str, list[tuple[
         made[title] = [(largest * c * factor + more, each[how])
                        for each in map(found["negated"].get, order)]  # fmt: skip
     return made
+
+
+def gaps(added: dict[str, float], order: Sequence[str]) -> list[float]:
+    """The gap of addition at lambda = 1/T, then at the best lambda; the keys are these lambdas."""
+    return [added[by] for by in sorted(added, key=lambda by: abs(float(by) - 1 / len(order)))]
 
 
 def theory(runs: Runs) -> list[Sheet]:
@@ -88,7 +93,7 @@ def theory(runs: Runs) -> list[Sheet]:
             spread(100 * each["ratio"] for each in found),
             spread(each["largest cosine"] for each in found),
             spread(abs(each["smoothness"]) for each in found),
-            spread([*each["added"].values()][-1] for each in found),
+            spread(gaps(each["added"], runs.tasks)[1] for each in found),
         ] + [spread(pair[k] for pair in some) for some in seen for k in (1, 0)]  # fmt: skip
     forms = {"norm": ".2f", "ratio, %": ".2f", "largest cosine": ".2f", "L": ".1f",
              "gap, best lambda": ".2f", "gap, 1/T": ".2f", "bound": ".0f",

@@ -44,6 +44,8 @@ def main(asked: Asked, data: Path, tasks: str | None) -> None:
     def records(method: str, seed: int) -> list[Record]:
         kind, every = METHODS[method]
         some = tuple(task for task in every if tasks is None or task in tasks.split(","))
+        if unknown := {*(tasks or "").split(",")} - {"", *every}:
+            raise click.ClickException(f"--tasks: {method} has no {', '.join(sorted(unknown))}")
         plan = replace(PLANS[asked.preset], tasks=len(some), adapters=kind != "full")
         source = trained(asked.out, data, seed, kind, asked.device, some)
         return asked.measured(source, reference(plan), lambda shipped: parts(plan, shipped))

@@ -50,7 +50,9 @@ def main(
     work: Path, keep: bool,
 ) -> None:  # fmt: skip
     """Seconds of both, files in the page cache: a copy, a change of tasks, and a copy again."""
-    folder = models.ensure(prepared(work), tasks, megabytes, dtype=dtype)
+    place = prepared(work)
+    whole = models.whole(place / models.folder_name(tasks, megabytes, 0, dtype))
+    folder = models.ensure(place, tasks, megabytes, dtype=dtype)
     store = zoo(folder, tasks, form)
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=getattr(torch, dtype))
     state = model.state_dict()
@@ -84,7 +86,7 @@ def main(
                 columns[key].append(value)
             tell(f"round {number + 1} of {rounds}: {found[2]:.2f}")
     finally:
-        if not keep:
+        if not keep and not whole:
             shutil.rmtree(folder, ignore_errors=True)
             shutil.rmtree(store, ignore_errors=True)
     size = sum(tensor.nbytes for tensor in other.values()) / 1e9

@@ -12,7 +12,7 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -32,7 +32,7 @@ Measure = Callable[[Any, Cell], dict[str, Any]]  # models and a cell -> what was
 
 VERSION = 1  # of the meaning of cells: results of another version are not used
 # The keys that identify a cell, and that its file is named by
-KEYS = ("kind", "basis", "how", "num_bases", "budget", "order", "shots", "seed", "dtype")
+KEYS = ("kind", "basis", "how", "num_bases", "budget", "order", "shots", "seed", "scale")
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class Work:
         return {"preset": preset, "method": method, "train_seed": seed} | found
 
 
-def fingerprint(folders: Iterable[Path]) -> str:
-    """Hash all weights in some folders."""
+def fingerprint(folders: Iterable[Path], patterns: Sequence[str] = ("*.safetensors",)) -> str:
+    """Hash all weights, or other files, in some folders."""
     digest = xxhash.xxh3_128()
     for folder in folders:
-        for file in sorted(folder.glob("*.safetensors")):
+        for file in sorted(file for pattern in patterns for file in folder.glob(pattern)):
             digest.update(file.read_bytes())
     return digest.hexdigest()
 

@@ -113,9 +113,16 @@ def p_value(runs: Runs, one: Sequence[Record], other: Sequence[Record]) -> Sprea
             if x and y:
                 pairs.append([(np.array(x[t]) - np.array(y[t])) / (own[t] * len(runs.tasks))
                               for t in runs.tasks if own[t]])  # fmt: skip
-    # The items of all seeds are the same, so their differences are averaged before the test.
-    parts = [np.mean(each, axis=0) for each in zip(*pairs, strict=False)]
-    return Spread(difference(parts).p, None, 1) if parts else None
+    return _tested(zip(*pairs, strict=False))
+
+
+def _tested(parts: Iterable[Sequence[Any]]) -> Spread | None:
+    """p of the differences of items, given for each seed in each part.
+
+    The items of all seeds are the same, so their differences are averaged before the test.
+    """
+    means = [np.mean(each, axis=0) for each in parts if len(each)]
+    return Spread(difference(means).p, None, 1) if means else None
 
 
 def by_basis(runs: Runs, kind: str, labels: Iterable[str], **wanted: Any) -> Rows:
@@ -147,7 +154,7 @@ def specialists(runs: Runs) -> list[Sheet]:
         both = [dig(found, "items") for found in runs.reference.values()]
         parts = [np.array(each["specialists"][task]) - np.array(each["base"][task])
                  for each in both if each and task in each["specialists"]]  # fmt: skip
-        return Spread(difference(parts).p, None, 1) if parts else None
+        return _tested([parts])
 
     def row(of: Callable[[Record, dict[str, float]], float | None]) -> list[Spread | None]:
         found = [spread(of(r, r["result"][key]) for r in references)

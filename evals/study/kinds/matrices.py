@@ -59,7 +59,7 @@ EMBEDDED = {
 CONTROLS = {
     "ta_matrices": Merge("task arithmetic, others averaged", "basis_ta", 0.3),
     "ta_left_out": Merge("task arithmetic, others left out", "basis_ta", 0.3),
-    "ta_lengths": Merge("the same, matrices as long as Iso-C's", "basis_ta", 1.0),
+    "ta_lengths": Merge("others averaged, matrices as long as Iso-C's", "basis_ta", 1.0),
     "wudi_30_summed": Merge("WUDI, t = 30, others summed", "basis_wudi", 1.0),
     "wudi_30_left_out": Merge("WUDI, t = 30, others left out", "basis_wudi", 1.0),
 }

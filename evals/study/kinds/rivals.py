@@ -67,9 +67,8 @@ def bitdelta(vectors: Sequence[Vector], coded: Callable[[str], bool] = lambda na
     def keep(name: str, tensor: Tensor) -> tuple[Tensor, int]:
         if not coded(name):
             return _whole(tensor)
-        signs = np.packbits(tensor.numpy().reshape(-1) >= 0)
-        back = np.unpackbits(signs, count=tensor.numel()).astype(np.float32) * 2 - 1
-        return torch.from_numpy(back).view(tensor.shape) * tensor.abs().mean(), signs.nbytes + 4
+        signs = (tensor >= 0).float() * 2 - 1
+        return signs * tensor.abs().mean(), -(-tensor.numel() // 8) + 4
 
     return _kept([{name: keep(name, tensor) for name, tensor in v.items()} for v in vectors])
 
@@ -229,20 +228,8 @@ def _min_max(tensor: Tensor, bits: int) -> tuple[Tensor, int]:
         return tensor.clone(), -(-len(x) * bits // 8) + 8
     zero = -np.round(x.min() / step)
     codes = np.clip(np.round(x / step) + zero, 0, top).astype(np.uint8)
-    packed = pack(codes, bits)
-    back = (unpack(packed, bits, len(x)).astype(np.float32) - zero) * step
-    return torch.from_numpy(back.astype(np.float32)).view(tensor.shape), packed.nbytes + 8
-
-
-def pack(codes: Array, bits: int) -> Array:
-    """Codes (uint8) as a stream of bits."""
-    each = np.unpackbits(codes[:, None], axis=1, count=bits, bitorder="little")
-    return np.packbits(each.reshape(-1), bitorder="little")
-
-
-def unpack(packed: Array, bits: int, count: int) -> Array:
-    each = np.unpackbits(packed, count=count * bits, bitorder="little").reshape(count, bits)
-    return np.packbits(each, axis=1, bitorder="little")[:, 0]
+    back = (codes.astype(np.float32) - zero) * step
+    return torch.from_numpy(back.astype(np.float32)).view(tensor.shape), -(-bits * len(x) // 8) + 8
 
 
 def _kept(found: Sequence[Mapping[str, tuple[Tensor, int]]]) -> Kept:
