@@ -502,7 +502,7 @@ def test_a_token_that_the_model_does_not_know(case: Case, tmp_path: Path) -> Non
     [
         ({"prompt": "t1", "response": "t2 t3", "text": "t9"}, False, ("prompt", "response")),
         ({"text": "t4 t5", "prompt": "t1"}, True, ("text",)),
-        ({"prompt": "t1", "response": "t2", "prompt_id": "t9"}, True, ("prompt", "response")),
+        ({"prompt": "t1", "response": " t2", "prompt_id": "t9"}, True, ("prompt", "response")),
     ],
 )
 def test_other_keys_of_a_line_do_not_count(line, texts, plain, case, tmp_path):
