@@ -326,7 +326,7 @@ def document_of(recipe: str, method: str | None, base: str | None) -> Document:
         return from_mapping(known[method][1])
     if "add" not in known and method == "add":
         raise UserError(
-            f"the bases in {recipe} are random directions (rand_proj), of which no sum is merged"
+            f"the bases in {recipe} are random directions (rand_proj): they have no sum to merge"
         )
     if method is None:
         raise UserError(f"{recipe} is a store: name a --method, one of {', '.join(known)}")
