@@ -41,6 +41,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     "test_learn_gradients.py -k 'finite or stitched or published or masks or begins or count_in'": [
         ("learn/localize.py", "own.sigmoid() * self", "own.tanh() * self"),
         ("learn/localize.py", "self.penalty * own", "-self.penalty * own"),
+        ("learn/localize.py", "[name][0] / scale", "[name][0]"),
         ("learn/gradients.py", "value.square() if", "value if"),
         ("learn/data.py", "each.sum(1) / counted.sum(1)", "each.sum(1)"),
         ("learn/data.py", "example.start - 1 : count", "example.start : count"),
@@ -119,6 +120,10 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("store/forms.py", "most = 1.0, 0.97 * bits", "most = 1.0, 0.4 * bits"),
         ("store/forms.py", "min(share * most / found, 0.99)", "share"),
         ("store/addition.py", "gram_bases\"][count, count] = sums", "gram\"][0, 0] = sums"),
+        ("store/vectors.py", "lacking = lacking @ basis.encoding.reconstruction.abs()", "pass"),
+        ("store/vectors.py", " + tasks.sampled * tasks.lacking[1].square().diag()", ""),
+        ("store/forms.py", "some + (held[\"errors\"][1] - errors).clamp(min=0)", "some"),
+        ("plugin/items.py", ", share=o.share", ""),
     ],
     "test_task_vectors.py -k 'holds_what or short_tensors'": [
         ("tensors/quantized.py", "square * unit**2", "square * unit"),
