@@ -334,7 +334,7 @@ def test_a_model_of_other_names_is_refused(case: Case) -> None:
 def test_other_layers_are_refused(case: Case) -> None:
     """Nothing is learned on the base for a model with fewer layers, or with layers twice."""
     words = (*case.words, "--quiet", "--out", case.folder / "no")
-    for ranges in ([(0, 1)], [(0, 2), (1, 2)], [(1, 2), (0, 1)]):
+    for ranges in ([(0, 1)], [(0, 2), (1, 2)], [(1, 2), (0, 1)], [(0, 1), (0, 1)]):
         made = slices(case.base, case.models, ranges) | {"merge_method": "basis_ta"}
         made |= {"base_model": str(case.base), "parameters": {"basis": "none"}, "dtype": "float32"}
         file = write(made, case.folder / "layers")

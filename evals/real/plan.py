@@ -16,7 +16,7 @@ LAMBDAS = (0.14, 0.2, 0.3, 0.45, 0.65, 1.0, 1.4, 2.0, 2.8, 4.0)
 START = 0.65  # of these, where the search begins
 LONGER = 1.4  # the same, of matrix merges, whose bases are not summed up
 LARGER = (5.6, 8.0, 11.0, 16.0, 22.0, 32.0)  # and of Iso-C, which is short over adapters
-# Of bases that are as long as task vectors; others are shorter, as means of several.
+# Of sums, and of bases that are as long as task vectors; others are shorter, as means of several.
 SMALLER = (0.025, 0.05, 0.1)
 SHORTER = 0.3
 ALPHAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)

@@ -119,7 +119,7 @@ def main(data: Path, out: Path, task: str) -> None:
             write_file(file, "".join(json.dumps(f) + "\n" for f in found).encode())
     click.echo("| training | rate | steps | relative norm | unchanged | bits |")
     click.echo("|---|--:|--:|--:|--:|--:|")
-    for f in (f for f in found if f["task"] == task):
+    for f in (f for f in found if f.get("task") == task):
         click.echo(f"| {f['kind']} | {f['rate']:g} | {f['steps']} | {f['norm']:.2%} | "
                    f"{f['same']:.0%} | {f['bits']:.2f} |")  # fmt: skip
 

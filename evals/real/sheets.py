@@ -93,7 +93,7 @@ def theory(runs: Runs) -> list[Sheet]:
             spread(100 * each["ratio"] for each in found),
             spread(each["largest cosine"] for each in found),
             spread(abs(each["smoothness"]) for each in found),
-            spread(gaps(each["added"], runs.tasks)[1] for each in found),
+            spread(gaps(each["added"], runs.tasks)[-1] for each in found),
         ] + [spread(pair[k] for pair in some) for some in seen for k in (1, 0)]  # fmt: skip
     forms = {"norm": ".2f", "ratio, %": ".2f", "largest cosine": ".2f", "L": ".1f",
              "gap, best lambda": ".2f", "gap, 1/T": ".2f", "bound": ".0f",

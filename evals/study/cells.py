@@ -32,7 +32,7 @@ Measure = Callable[[Any, Cell], dict[str, Any]]  # models and a cell -> what was
 
 VERSION = 1  # of the meaning of cells: results of another version are not used
 # The keys that identify a cell, and that its file is named by
-KEYS = ("kind", "basis", "how", "num_bases", "budget", "order", "shots", "seed", "scale")
+KEYS = ("kind", "basis", "how", "num_bases", "budget", "order", "shots", "seed", "dtype", "scale")
 
 
 @dataclass(frozen=True)

@@ -48,5 +48,5 @@ def learn_centroids(
 
 
 def _asked(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A prompt alone, since a token across its end is none of a prompt that is asked."""
+    """The prompt alone: a token may join its end and the response."""
     return {"prompt": record["prompt"]} if "prompt" in record else record

@@ -147,7 +147,8 @@ class StatisticsMethod(Work):
         request, examples = self.request, self.examples[task]
         model = self.models.load(task)
         parameters = self.models.named(model, task)
-        check_untied(parameters, f"the model of {task}")
+        if self.fisher:
+            check_untied(parameters, f"the model of {task}")
         with passing(self.device, self.dtype):
             if self.fisher:
                 seed, samples = f"{request.seed} {task}", request.samples
@@ -207,7 +208,7 @@ class StatisticsMethod(Work):
         return {
             "mixture": request.mixture,
             "normalize": request.normalize,
-            **(drawn if request.source is None else dict.fromkeys(drawn)),  # as in `tasks`
+            **(drawn if request.source is None else dict.fromkeys(drawn)),  # see `tasks`
             "off_diagonal": None if self.fisher else request.off_diagonal,
             "tasks": self.tasks_facts,
         }

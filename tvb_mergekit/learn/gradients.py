@@ -81,7 +81,7 @@ class GradientMethod(Work):
         self.histories: list[History] = []
         self.learned: dict[str, Any] = {}
         check_untied(self.models.named(self.models.empty), "the base's model")
-        pairs = [(i.name, i.base.name) for i in plan.tasks.items if i.base and i.base.name]
+        pairs = [(i.name, i.base.name) for i in plan.tensors.items if i.base and i.base.name]
         moved = any(re.findall(r"\d+", one) != re.findall(r"\d+", two) for one, two in pairs)
         if moved or _layers(plan.config) != _layers(self.models.empty.config):
             raise UserError(

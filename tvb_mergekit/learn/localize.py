@@ -57,7 +57,7 @@ class Localize(GradientMethod):
     def _own_facts(self) -> dict[str, Any]:
         names = ("density", "penalty", "dataless")
         own = {name: getattr(self.request, name) for name in names}
-        return {**own, "dtype": str(self._dtype)}
+        return {**own, "dtype": str(self._dtype), "of": "bases"}
 
     def learn(self) -> None:
         request, plan, basis = self.request, self.plan, self.plan.basis
@@ -92,7 +92,7 @@ class Localize(GradientMethod):
 
     def _write(self, file: Path, mask: Mask, facts: dict[str, Any]) -> None:
         names, shapes = base_names(self.plan), {i.name: i.shape for i in self.plan.tasks.items}
-        scale = self.plan.basis.scale  # which every merge of the masked bases multiplies by
+        scale = self.plan.basis.scale  # every merge of the masked bases multiplies by it
         masked = (
             (names[name], (mask.bases[name][0] / scale * entries).view(shapes[name]).cpu())
             for name, entries in mask.kept().items()

@@ -71,12 +71,11 @@ class TaskModels:
     def weights(self, task: str) -> list[str]:
         """Fingerprints that identify the weights of a task's model."""
         prints = self.plan.tasks.fingerprints
-        if self.stored is None:
-            return [prints[str(self.plan.recipe.models[self.tasks.index(task)])]]
-        if self.stored.keeps_tasks:  # not of the others
-            model = self.plan.recipe.models[self.tasks.index(task)]
-            return [prints[str(self.plan.recipe.base)], prints[str(model)], task]
-        return [*prints.values(), task]
+        if self.stored is not None and not self.stored.keeps_tasks:  # all bases
+            return [*prints.values(), task]
+        recipe = self.plan.recipe
+        own = prints[str(recipe.models[self.tasks.index(task)])]
+        return [own] if self.stored is None else [prints[str(recipe.base)], own, task]
 
     def load(self, task: str) -> nn.Module:
         """The model of a task, instead of the previous one."""

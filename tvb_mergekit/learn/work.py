@@ -335,6 +335,7 @@ class Work(ABC):
                 stream.write(f"\nThe bases were {self.how}: see `{FOLDER}/{LEARNED}`.\n")
 
     def data_facts(self) -> list[dict[str, Any]]:
+        examples = self.examples
         return [
             {
                 "task": file.task,
@@ -342,7 +343,7 @@ class Work(ABC):
                 "sha256": file.sha256,
                 "lines": len(file.records),
                 "examples": file.count(self.share),
-                "tokens": hash_of([[e.ids, e.start] for e in self.examples.get(file.task, ())]),
+                "tokens": hash_of([[e.ids, e.start] for e in examples[file.task]]),
             }
             for file in self.files
         ]

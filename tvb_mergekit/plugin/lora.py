@@ -10,6 +10,7 @@ from mergekit import merge_methods
 from mergekit.parameter_resolver import resolve_parameters
 
 from tvb_mergekit.core.basis import Combination, Tunables
+from tvb_mergekit.core.gram import NO_TENSOR
 from tvb_mergekit.core.lora import Factors
 from tvb_mergekit.errors import UserError, counted, listed, megabytes
 from tvb_mergekit.plugin.document import Document
@@ -139,6 +140,8 @@ def _is_graded(setting: object) -> bool:
 
 def _check_memory(items: Sequence[Item], memory: int | None) -> None:
     """Raise UserError unless `memory` bytes hold each tensor of the merge in float32."""
+    if not items:
+        raise UserError(NO_TENSOR)
     largest = max(items, key=lambda item: item.numel)
     if memory is not None and 4 * largest.numel + LEAST > memory:
         raise UserError(

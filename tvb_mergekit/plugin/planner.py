@@ -317,7 +317,8 @@ def _check_adapter(model: ModelReference, cache: str | None) -> None:
     check_adapter_place(model.lora.path)
     folders = (model.model.path, model.lora.path)
     files = [os.path.join(path, name) for path in folders for name in weight_files(path)]
-    files += [path for path in [os.path.join(model.lora.path, CONFIG)] if os.path.isfile(path)]
+    if os.path.isfile(config := os.path.join(model.lora.path, CONFIG)):
+        files.append(config)
     for file in files:
         if os.path.basename(file).startswith("adapter_model."):
             Checkpoint.open(file)

@@ -131,7 +131,7 @@ class Changed:
     def load(self, base_alone: bool) -> Sequence[Tensor]:
         """The changed tensors, as `Made.load` gives them."""
         LoaderCache().setup(options=self.options)  # mergekit has one for each thread
-        # Without a merge the plan's loaders are closed. mergekit's own read no vector of a store.
+        # The plan's loaders are closed if nothing is merged. Those of mergekit read no store.
         lacking = {m: c for m, c in self.checkpoints.items() if m not in LoaderCache.loaders}
         LoaderCache.loaders |= {model: MappedLoader(each) for model, each in lacking.items()}
         universe = TaskUniverse()
@@ -142,7 +142,7 @@ class Changed:
                 self._check_tokens()
             known[universe.add_task(self.inputs.tokenizer_task)] = self.tokenizer
         ((_, tensors),) = Executor([wanted], cached_values=known).run(quiet=True)
-        return [tensors[model] for model in self.checkpoints][: 1 if base_alone else None]
+        return [tensors[m] for m in [*self.checkpoints][: 1 if base_alone else None]]
 
     def _check_tokens(self) -> None:
         rows = self.tokenizer.permutations[next(iter(self.checkpoints))]

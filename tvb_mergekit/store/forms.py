@@ -108,7 +108,7 @@ def before_coding(
             held["tensor_squares"][rows],
         )
     )
-    norms = held["norms"] if rows.all() else squares
+    norms = held["norms"] * squares / held["tensor_squares"][:, : bases.num_bases].sum(0).sqrt()
     missed = some + (held["errors"][1] - errors).clamp(min=0)  # of codes of codes: both
     return (norms[list(order)] / scales).tolist(), (missed[list(order)] / scales).tolist()
 
@@ -312,8 +312,12 @@ def check_kept(inputs: TaskSet, share: float) -> None:
         parts = [(item, item.inputs[inputs.tasks.index(task)]) for item in inputs.items]
         if inputs.adapters or any(part.holds == "delta" for _, part in parts):
             raise UserError(
-                f"{key} keeps entries of models, and that of task `{task}` is not one: fuse an "
-                "adapter first (--fuse --lora-merge-cache DIR), or build with --bits 2 or more"
+                f"{key} keeps entries of models, and that of task `{task}` is "
+                + (
+                    "an adapter: fuse it first (--fuse --lora-merge-cache DIR)"
+                    if inputs.adapters
+                    else "a vector of a store: list the model that `tvb export` writes"
+                )
             )
         if isinstance(source, Lossless):  # its files and its other tensors would be lost
             raise UserError(

@@ -120,8 +120,8 @@ class Inspection:
     """Facts and tensors of a merge, a store or a recipe, and the numbers derived from them.
 
     Args:
-        tensors: float64 on the CPU, as in `docs/files.md`. A store that has grown online has no
-            `gram` and no `eigenvalues`.
+        tensors: float64 on the CPU, as in `docs/files.md`. A store that has grown online, and
+            bases over codes or samples, have no `gram` and no `eigenvalues`.
         built: false if the facts describe a recipe before its merge.
         codes: errors of the codes of a quantized store.
 

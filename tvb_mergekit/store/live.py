@@ -67,7 +67,8 @@ class Live:
     def use(self, tasks: str | Mapping[str, float]) -> nn.Module:
         """The model with the weights theta_0 + sum_j scale_j * tau_hat_j, each rounded once to its
         dtype: for one task those of `tvb export --task`, to the bit, except for tensors that a
-        lossless store leaves out of its task vectors, or aligned with the base's tokenizer.
+        lossless store leaves out of its task vectors, and tensors that it aligned with the
+        base's tokenizer.
 
         tau_hat_j is the reconstructed task vector without the weight that it was built with.
 

@@ -70,8 +70,8 @@ class Dense:
         facts = facts_of(vectors, history_of(inputs, basis))
         targets = torch.tensor(basis.weights, dtype=torch.float64).diag()
         errors = inputs.lacking if inputs.missed else None
-        made = facts, vectors.tensors, inputs.items, facts.tasks, targets, errors, inputs.folder
-        return cls(*made)
+        tensors, names, config = vectors.tensors, facts.tasks, inputs.folder
+        return cls(facts, tensors, inputs.items, names, targets, errors, config)
 
     @classmethod
     def of_store(

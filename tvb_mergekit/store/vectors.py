@@ -168,9 +168,9 @@ def numbers_of_bases(
 ) -> dict[str, Tensor]:
     """`basis.safetensors` of new bases that are stored in `dtype`.
 
-    `gram` is left out where it is not that of the vectors in the bases, and they can grow: then
-    `tvb add` knows them by `errors` alone. `errors` are bounds of ||tau_hat_i - tau_i|| for exact
-    sums of the vectors.
+    `errors` are bounds of ||tau_hat_i - tau_i|| for exact sums of the vectors. Bases over codes or
+    samples that can grow have no `gram`: `tvb add` would compute errors by it, without what the
+    codes or samples lack.
 
     Args:
         coded: The norm of the error of each vector's code, if the bases are coded instead.

@@ -30,10 +30,10 @@ from tvb_mergekit.tensors.source import TensorInfo, Weights, infos_of
 _STEMS = ("model.safetensors", "pytorch_model.bin")
 FACTS_VERSION = 1  # of facts in metadata
 RESTORE = "restore it, or build the store anew"
-# transformers 5 writes experts as its older versions did, unless it is asked for its own names.
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer.model vocab.json vocab.txt spiece.model tokenizer_config.json"
 ).split()
+# transformers 5 writes experts as its older versions did, unless it is asked for its own names.
 SAVE_AGAIN = (
     "save the models again with transformers' `save_pretrained(FOLDER, save_original_format=False)`"
 )

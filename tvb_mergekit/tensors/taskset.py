@@ -37,8 +37,9 @@ class TaskSet:
         left_out: Tensor -> reason why it stays the base's.
         tied: A tensor of the base that is tied to another -> the one that counts.
         sums: The unweighted Gram matrix, if it is known.
-        norms, missed: The norm of each unweighted task vector before it became a code or sample,
-            and of what this lacks of it, [T]; empty for models.
+        norms: The norms of the unweighted task vectors of the models, [T]; empty if the inputs are
+            models.
+        missed: Upper bounds of the norms of the coding or sampling errors, [T]; empty likewise.
         adapters: The models as low-rank factors, if all are.
         folder: The base's folder, for its config.json and tokenizer.
         varying: `lambda`, `alpha` and `density` as the recipe has them.

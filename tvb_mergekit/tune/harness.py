@@ -25,6 +25,7 @@ from typing import Any
 import tqdm
 
 from tvb_mergekit.errors import UserError, listed, one_line
+from tvb_mergekit.learn.data import open_tokenizer
 from tvb_mergekit.score.benchmark import check_known
 from tvb_mergekit.settings import hint
 
@@ -274,18 +275,18 @@ def _pick(name: str, asked: Sequence[str] | None, emitted: Sequence[str]) -> Seq
     raise UserError(f"task {name}: choose --metric {name}:METRIC, one of {', '.join(emitted)}")
 
 
-def check_options(options: LmEval, base: Path, trust_remote_code: bool) -> None:
-    """Raise UserError for options that would fail only with the first merged model."""
-    from transformers import AutoTokenizer
+def check_options(options: LmEval, base: Path | None, trust_remote_code: bool) -> None:
+    """Raise UserError for options that would fail only with the first merged model.
 
+    `base` is None if the recipe gives the merged model another tokenizer or chat template.
+    """
     if not re.fullmatch(r"auto(:[\d.]+)?|[1-9]\d*", options.batch_size):
         raise UserError(f"--batch-size {options.batch_size}: expected a number, or `auto`")
     keys = options.model_keys
     if own := sorted(keys.keys() & {"batch_size", "device", "pretrained", "trust_remote_code"}):
         raise UserError(f"--model-args {own[0]}=...: tvb tune sets it; it has options of its own")
-    if options.chat_template and "tokenizer" not in keys:
-        tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=trust_remote_code)
-        if tokenizer.chat_template is None:
+    if base is not None and options.chat_template and "tokenizer" not in keys:
+        if open_tokenizer([base], trust_remote_code).chat_template is None:
             raise UserError("--apply-chat-template: the base's tokenizer has no chat template")
 
 

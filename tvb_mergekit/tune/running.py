@@ -107,7 +107,9 @@ def tune(request: TuneRequest) -> Tuned:
     size = recipe.output_bytes()
     check_memory(size, request.device)
     check_disk(request.out, (DISK if recipe.linear else 1) * size)
-    harness.check_options(request, recipe.base(), request.options.trust_remote_code)
+    given = {"tokenizer", "tokenizer_source", "chat_template"} & recipe.document.keys()
+    usual = None if given else recipe.base()
+    harness.check_options(request, usual, request.options.trust_remote_code)
     goals = _objectives(request, choice, recipe.base())
     tasks = [task for goal in goals.values() for task in goal.tasks]
     notes = harness.without_split(tasks)
