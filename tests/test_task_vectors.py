@@ -414,7 +414,7 @@ def test_mergekits_own_methods_are_told_the_way_out(made, llamas, tmp_path):
         said = merge(its, tmp_path / "out", fails=True).output
         assert "is a task vector of a store" in said and "tvb export STORE --all DIR" in said
     named = recipe("basis_ta", llamas.base, listed, {0: {"task": "x"}})
-    assert "its store knows the name" in merge(named, tmp_path / "out", fails=True).output
+    assert "its store calls it" in merge(named, tmp_path / "out", fails=True).output
 
 
 def test_weights_go_through_generations(llamas: Models, tmp_path: Path) -> None:

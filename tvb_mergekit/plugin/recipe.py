@@ -154,10 +154,13 @@ def read_recipe(config: BaseModel) -> Recipe:
     weights = tuple(float(own.get((model, "weight"), 1.0)) for model in models)
     bases, order = find_store(models)
     if bases is not None:
-        if named := next((model for model in models if (model, "task") in own), None):
-            raise UserError(f"`task` of {named}: its store knows the name; leave it out")
         every = bases.tasks if bases.keeps_tasks else bases.facts.store.folders
         names = tuple(every[index] for index in order)
+        for model, name in zip(models, names, strict=True):
+            if own.get((model, "task"), name) != name:
+                raise UserError(
+                    f"`task` of {model}: its store calls it {name}; give this name, or none"
+                )
         settings = bases.merge_settings(method, given, names if bases.keeps_tasks else ())
         scales = zip(weights, bases.scales[list(order)].tolist(), strict=True)
         scaled = tuple(weight * scale for weight, scale in scales)
