@@ -147,10 +147,9 @@ class StatisticsMethod(Work):
         request, examples = self.request, self.examples[task]
         model = self.models.load(task)
         parameters = self.models.named(model, task)
-        if self.fisher:
-            check_untied(parameters, f"the model of {task}")
         with passing(self.device, self.dtype):
             if self.fisher:
+                check_untied(parameters, f"the model of {task}")
                 seed, samples = f"{request.seed} {task}", request.samples
                 return statistics.fisher(model, parameters, examples, samples, seed, update)
             layers = statistics.linear_layers(model)

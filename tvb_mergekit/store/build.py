@@ -180,10 +180,8 @@ def inspect_inputs(inputs: TaskSet, engine: Engine = Engine()) -> tuple[Facts, d
     """basis.json and basis.safetensors of a build in float32, without building."""
     basis = _basis(inputs, sums_of(inputs, engine), LOG.warning)
     vectors = dense_vectors(inputs, basis, torch.float32)
-    return facts_of(vectors, history_of(inputs, basis)).of_merge(), {
-        **vectors.tensors,
-        **tensors_of(basis),
-    }
+    tensors = {**vectors.tensors, **tensors_of(basis)}
+    return facts_of(vectors, history_of(inputs, basis)).of_merge(), tensors
 
 
 def _basis(inputs: TaskSet, sums: GramSums, warn: Warn) -> Basis:

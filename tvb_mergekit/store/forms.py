@@ -310,16 +310,13 @@ def check_kept(inputs: TaskSet, share: float) -> None:
         raise UserError(f"{key} keeps all tasks: leave out the keys of a basis, or the option")
     for task, source in zip(inputs.tasks, inputs.sources, strict=True):
         parts = [(item, item.inputs[inputs.tasks.index(task)]) for item in inputs.items]
-        if inputs.adapters or any(part.holds == "delta" for _, part in parts):
+        if inputs.adapters:
             raise UserError(
-                f"{key} keeps entries of models, and that of task `{task}` is "
-                + (
-                    "an adapter: fuse it first (--fuse --lora-merge-cache DIR)"
-                    if inputs.adapters
-                    else "a vector of a store: list the model that `tvb export` writes"
-                )
+                f"{key} keeps entries of models, and that of task `{task}` is an adapter: fuse it "
+                "first (--fuse --lora-merge-cache DIR)"
             )
-        if isinstance(source, Lossless):  # its files and its other tensors would be lost
+        # The files and the other tensors of a lossless store would be lost.
+        if isinstance(source, Lossless) or any(part.holds == "delta" for _, part in parts):
             raise UserError(
                 f"{key} keeps entries of models, and that of task `{task}` is a vector of a store: "
                 "list the model that `tvb export STORE DIR --task NAME` writes, or use `tvb add`"
