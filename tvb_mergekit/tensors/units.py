@@ -184,7 +184,7 @@ def unpack(stored: Any, base: Any, shift: Any, theta: Any) -> bool:
         _take(base, k + 3 * part, shift, mask, four, symbols, theta)
     for k in range(4 * part, len(base)):
         _take(base, k, shift, mask, four, symbols, theta)
-    for k in range(len(base)):  # a loop of its own, in 16 bits, is vectorized: 6 times as fast
+    for k in range(len(base)):  # a loop of its own, in 16 bits, is vectorized
         unit = (theta[k] >> np.uint16(1)) ^ np.uint16(-(theta[k] & np.uint16(1)))
         theta[k] = np.uint16(_order(np.uint16(_order(base[k]) + unit)))
     return place == len(stored) and rest == most_rest and high == most_high
