@@ -189,9 +189,7 @@ def combine_pass(
             if not piece.numel:
                 return sums
             if step is None:
-                stored = buffer.read(piece)[0]
-                out.copy_(stored.expand_as(out))
-                finite = stored.dtype == out.dtype  # or as it was: nothing can overflow
+                finite = buffer.copy(piece, out)  # or as it was: nothing can overflow
             else:
                 finite, sums = combine(piece, step, out)
             # `summing` has a better message for inputs that are not finite.

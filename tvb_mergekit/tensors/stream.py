@@ -211,6 +211,17 @@ class PieceBuffer:
     def __init__(self, nbytes: int, device: torch.device = CPU) -> None:
         self.memory = host_memory(device, nbytes)
 
+    def copy(self, piece: Piece, out: Tensor) -> bool:
+        """Fill each row of `out` with the base; returns whether it has the base's dtype."""
+        base = piece.item.parts[0]
+        if base.dtype == out.dtype and len(out) == 1:
+            values = base.read(piece.start, piece.stop, out[0])
+        else:
+            values = self.read(piece)[0]
+        if values.data_ptr() != out.data_ptr():
+            out.copy_(values.expand_as(out))
+        return values.dtype == out.dtype
+
     def read(self, piece: Piece, copy: bool = False, packed: bool = False) -> list[Tensor]:
         """Base and inputs in their stored dtypes, overwritten by the next piece.
 
