@@ -83,7 +83,7 @@ def test_a_whole_comparison(tmp_path: Path) -> None:
     assert (tmp_path / "results.md").read_text().strip() == shown.strip()
     assert "| addition | cold | `basis_ta` |" in shown
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {".gitignore", "models-2x2MB-seed0-v1", "results.json", "results.md"}
+    assert left == {".gitignore", "models-2x2MB-seed0-v2", "results.json", "results.md"}
 
 
 def test_the_table_on_paper_is_that_of_its_model() -> None:
