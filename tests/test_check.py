@@ -9,13 +9,16 @@ from unittest import mock
 
 import pytest
 import tiny
+import torch
 import yaml
 from click.testing import CliRunner
 from commands import merge, ready, tvb
 from safetensors.torch import load_file, save_file
 from test_faults import ALL, OF_FILES, OF_OUTPUT, RECIPES, Case, prepare, recipe, slices, snapshot
 
+import tvb_mergekit
 from tvb_mergekit.cli.commands import main
+from tvb_mergekit.errors import UserError
 
 # What only writing shows, or what is about another command or its output.
 NOT_CHECKED = {"overflow"}
@@ -94,6 +97,32 @@ def test_excluded_tensors_of_a_merge_with_slices(here: Path) -> None:
     save_file(state, here / "base/model.safetensors", {"format": "pt"})
     check(document)
     assert "32 NaN" in check(document, "--deep", code=1)
+
+
+def test_an_excluded_mask_may_be_infinite(here: Path) -> None:
+    for name in ("base", "a", "b"):
+        state = load_file(here / name / "model.safetensors")
+        state["mask"] = torch.full((2, 2), -torch.inf).triu(1)
+        (here / name / "model.safetensors").unlink()
+        save_file(state, here / name / "model.safetensors", {"format": "pt"})
+    document = raw("a", "b") | {"dtype": "bfloat16"}
+    assert "tensor `mask` of the base holds 0 NaN and 1 infinite" in check(
+        document, "--deep", code=1
+    )
+    document["parameters"] = {**document["parameters"], "exclude": "mask"}
+    assert "All tensors are finite" in check(document, "--deep")
+    tvb("build", "recipe.yml", "store", "--quiet")
+    over = ready(here / "store", "add.yml") | {"dtype": "bfloat16"}
+    for name, each in {"models": document, "bases": over}.items():
+        found = merge(each, here / f"out-{name}", command="mergekit-pytorch")
+        assert torch.equal(found.tensors["mask"], state["mask"].bfloat16())
+    over["parameters"] = {**over["parameters"], "exclude": "."}
+    assert (
+        "no tensor takes part"
+        in merge(over, here / "none", command="mergekit-pytorch", fails=True).output
+    )
+    with pytest.raises(UserError, match="no tensor takes part"):
+        tvb_mergekit.merge(tvb_mergekit.load("store"), "base/model.safetensors", exclude=".")
 
 
 def raw(*models: str) -> dict[str, Any]:

@@ -441,6 +441,12 @@ def test_dora_and_trained_modules_are_fused_instead(adapters: Models, tmp_path: 
         tau = torch.stack([task_vectors(adapters)[:, 0], flat(change, adapters)], dim=1)
         near(store.load(out).tensors["gram"], tau.T @ tau)
         tvb("check", file, *fused, "--deep")
+        half = ("--lora-merge-dtype", "float16")
+        assert "is not in torch.float16" in refused("check", file, *fused, *half)
+        shutil.rmtree(tmp_path / "fused")
+        tvb("build", file, tmp_path / "half", *fused, *half, "--quiet")
+        tvb("check", file, *fused, *half)
+        shutil.rmtree(tmp_path / "half")
         os.utime(adapter / "adapter_config.json", (2e9, 2e9))  # edited later
         assert "older than the adapter or the base" in refused("check", file, *fused)
         shutil.rmtree(out)

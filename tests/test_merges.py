@@ -427,6 +427,23 @@ def test_dtypes_in_memory(world: World) -> None:
             assert tensor.dtype == kind and torch.equal(tensor, whole[name].to(kind))
 
 
+def test_a_lambda_for_each_tensor_in_memory(world: World) -> None:
+    states = dict(zip(("base", *THREE), world("pt").states, strict=True))
+    floats = {k: {n: t.float() for n, t in s.items() if n in ("layer", "bias")}
+              for k, s in states.items()}  # fmt: skip
+    merged = partial(merge_methods.merge_state_dicts, floats, "basis_ta", base="base")
+    both = [merged(parameters={**NONE, "lambda": by}) for by in (0.4, 0.2)]
+    each = merge_methods.PerGroupValues([0.4, 0.2])
+    found = merged(parameters={**NONE, "lambda": each})
+    for place, (name, tensor) in enumerate(found.items()):
+        assert torch.equal(tensor, both[place][name]) and not torch.equal(
+            tensor, both[place - 1][name]
+        )
+    wrong = merge_methods.PerGroupValues([0.4, "much"])
+    with pytest.raises(ValueError, match="`lambda` is 'much'"):
+        merged(parameters={**NONE, "lambda": wrong})
+
+
 def test_modules_views_and_float64() -> None:
     modules = {key: gpt2() for key in ("base", *THREE)}
     turned = {

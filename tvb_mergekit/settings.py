@@ -317,11 +317,11 @@ def _check_place(method: str, key: str) -> None:
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """The plain values in mergekit's filters and layer gradients."""
-    if isinstance(value, list | tuple) and value:
-        yield from chain.from_iterable(map(_leaves, value))
-    elif isinstance(value, Mapping) and "value" in value:
+    """The plain values in mergekit's filters, layer gradients and PerGroupValues."""
+    if isinstance(value, Mapping) and "value" in value:
         yield from _leaves(value["value"])
+    elif isinstance(each := getattr(value, "values", value), list | tuple) and each:
+        yield from chain.from_iterable(map(_leaves, each))
     else:
         yield value
 
@@ -377,8 +377,8 @@ def _forgotten(text: str, tasks: Sequence[str]) -> tuple[str, ...]:
 
 
 def default_task_name(model_path: str, lora_path: str | None = None) -> str:
-    """The last part of the model's or adapter's path, without @revision."""
-    path = (lora_path or model_path).partition("@")[0].rstrip("/")
+    """The last part of the model's or adapter's path, which names no revision."""
+    path = (lora_path or model_path).rstrip("/")
     return path.rpartition("/")[2] or lora_path or model_path
 
 

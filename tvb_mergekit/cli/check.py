@@ -11,7 +11,7 @@ from mergekit.common import dtype_from_name
 
 from tvb_mergekit.core.basis import Basis
 from tvb_mergekit.core.encoders import known_before
-from tvb_mergekit.core.gram import count_not_finite, not_finite
+from tvb_mergekit.core.gram import check_copied
 from tvb_mergekit.errors import UserError, counted, listed, megabytes
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.inputs import Options, by_factors, read_inputs
@@ -100,7 +100,7 @@ def _check_inputs(inputs: TaskSet, raw: bool, out: str | None) -> Iterator[str]:
     if inputs.adapters:
         yield (
             "mergekit-yaml merges adapters with --lora-merge-cache DIR, where each takes "
-            f"{megabytes(inputs.base.nbytes)}; tvb build takes them as they are"
+            f"{megabytes(inputs.base.nbytes)} in the base's dtype; tvb build takes them as they are"
         )
 
 
@@ -157,9 +157,7 @@ def _check_left_out(inputs: TaskSet) -> None:
     """Raise UserError if a tensor of the base that a merge copies is not finite."""
     for name, info in inputs.base.tensors.items():
         if name in inputs.left_out and info.dtype.is_floating_point:
-            tensor = inputs.base.tensor(name)
-            if any(count_not_finite(tensor)):
-                raise UserError(not_finite(name, tensor))
+            check_copied(name, inputs.base.tensor(name), inputs.settings.excludes(name))
 
 
 def _check_store_recipe(document: Document, options: Options) -> Iterator[str]:

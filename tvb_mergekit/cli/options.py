@@ -121,6 +121,7 @@ def _one_line() -> Iterator[None]:
         raise click.ClickException(f"{said} (see `{command} --help`)") from error
 
 
+DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 OPTIONS = {
     "device": click.option("--device", default="auto", help="Device: cpu, cuda, cuda:1 ..."),
     "multi_gpu": flag("--multi-gpu", help="Compute on all accelerators."),
@@ -135,14 +136,17 @@ OPTIONS = {
     "trust_remote_code": flag("--trust-remote-code", help="Let models run their own code."),
     "allow_crimes": flag("--allow-crimes", help="mergekit's: architectures may differ."),
     "lora_merge_cache": folder("--lora-merge-cache", help="For fused adapters."),
+    "lora_merge_dtype": click.option(
+        "--lora-merge-dtype", type=DTYPES, help="Dtype of fused adapters; by default the base's."
+    ),
     "transformers_cache": folder("--transformers-cache", help="For downloaded models."),
     "fuse": flag("--fuse", help="Fuse adapters into models before anything else."),
     "quiet": flag("--quiet", help="No progress bars."),
     "verbose": flag("-v", "--verbose", help="Print the duration of each phase."),
 }
-ACCESS = ("trust_remote_code", "allow_crimes", "lora_merge_cache", "transformers_cache")
+LORA = ("lora_merge_cache", "lora_merge_dtype")
+ACCESS = ("trust_remote_code", "allow_crimes", *LORA, "transformers_cache")
 MODELS = (*ACCESS, "fuse")
-DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 
 
 def command(

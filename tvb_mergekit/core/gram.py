@@ -159,6 +159,14 @@ def shapes_differ(name: str, task: str, found: tuple[int, ...], expected: tuple[
     )
 
 
+def check_copied(name: str, tensor: Tensor, excluded: bool) -> None:
+    """Raise UserError if a tensor that stays the base's is damaged: an excluded one, such as a
+    mask, may hold infinity."""
+    nan, inf = count_not_finite(tensor) if tensor.is_floating_point() else (0, 0)
+    if nan or (inf and not excluded):
+        raise UserError(not_finite(name, tensor))
+
+
 def not_finite(
     name: str, base: Tensor, models: Iterable[Tensor] = (), tasks: Sequence[str] = ()
 ) -> str:
@@ -167,7 +175,7 @@ def not_finite(
     Args:
         models: the tensors of the tasks, read one at a time; empty if the tensor stays the base's.
     """
-    remedy = "take another, or leave the tensor out with `exclude`" if tasks else "take another"
+    remedy = "take another, or leave the tensor out with `exclude`"
     named = zip((f"task `{task}`" for task in tasks), models, strict=True)
     for who, tensor in chain([("the base", base)], named):
         nan, inf = count_not_finite(tensor)

@@ -14,8 +14,8 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Combination, StoredBases, warnings
-from tvb_mergekit.core.gram import count_not_finite, not_finite
-from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.core.gram import check_copied
+from tvb_mergekit.errors import listed
 from tvb_mergekit.plugin.items import MergedTensors
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.sources import Loaders
@@ -126,12 +126,12 @@ class Plan:
             merging.check_tables(bases, memory)
         check_matrices(settings, self.tasks.items, bases, memory)
         left = [item for item in self.items() if item.counted_as is None]
+        excluding = [settings, *([] if store is None else [store.settings])]
         for item in left[world.rank :: world.size]:
             assert item.base is not None
             name = item.base.name
             tensor = item.whole(item.base) if name is None else self.base.tensor(name)
-            if tensor.is_floating_point() and any(count_not_finite(tensor)):
-                raise UserError(not_finite(item.name, tensor))
+            check_copied(item.name, tensor, any(s.excludes(item.name) for s in excluding))
         self.built = self._combination(late)
         return self.built
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import torch
 from mergekit import merge_methods
 from mergekit.architecture import WeightInfo, get_architecture_info
-from mergekit.common import ModelReference
+from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import ConfigReader, MergeConfiguration, OutputSliceDefinition
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
@@ -214,7 +215,8 @@ def check_model(
     """
     path = model.model.path
     if model.lora is not None:
-        _check_adapter(model, options.lora_merge_cache)
+        dtype = options.lora_merge_dtype
+        _check_adapter(model, options.lora_merge_cache, dtype and dtype_from_name(dtype))
     if os.path.isfile(path):
         raise UserError(f"model {path} is a file (for mergekit-pytorch); expected a model folder")
     check_model_place(path)
@@ -309,8 +311,8 @@ def check_adapter_place(path: str) -> None:
         )
 
 
-def _check_adapter(model: ModelReference, cache: str | None) -> None:
-    """Check an adapter and mergekit's fused copy: mergekit itself accepts a cut or old copy."""
+def _check_adapter(model: ModelReference, cache: str | None, dtype: torch.dtype | None) -> None:
+    """Check an adapter and mergekit's fused copy: mergekit accepts a cut, old or other copy."""
     assert model.lora is not None
     if not cache:
         raise UserError(f"model {model} has an adapter: give --lora-merge-cache DIR for its fusion")
@@ -325,15 +327,19 @@ def _check_adapter(model: ModelReference, cache: str | None) -> None:
     fused = Path(cache, f"{model.model._unique_id()}_{model.lora._unique_id()}")
     if not fused.exists():
         if os.path.isdir(model.model.path):
-            check_disk(cache, Checkpoint.open(model.model.path).nbytes)
+            base = Checkpoint.open(model.model.path).tensors.values()
+            check_disk(cache, sum(i.numel * (dtype or i.dtype).itemsize for i in base))
         return
     copy = f"model {model}: its fused copy in {fused}"
     try:
-        written = min(Path(fused, shard).stat().st_mtime for shard in Checkpoint.open(fused).shards)
+        opened = Checkpoint.open(fused)
+        written = min(Path(fused, shard).stat().st_mtime for shard in opened.shards)
     except UserError as error:
         raise UserError(f"{copy} was cut while it was written; delete it ({error})") from error
     if any(os.path.getmtime(file) > written for file in files):
         raise UserError(f"{copy} is older than the adapter or the base; delete it")
+    if dtype and dtype not in {info.dtype for info in opened.tensors.values()}:
+        raise UserError(f"{copy} is not in {dtype}, the --lora-merge-dtype; delete it")
 
 
 def input_folders(recipe: Recipe) -> Sequence[str]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Combination, Tunables, before_gram, build
-from tvb_mergekit.core.gram import GramSums, Sketch
+from tvb_mergekit.core.gram import NO_TENSOR, GramSums, Sketch
 from tvb_mergekit.core.merge import Step
 from tvb_mergekit.core.trim import Histogram, MagnitudeHistogram, exact_thresholds, table_bytes
 from tvb_mergekit.errors import UserError, listed, megabytes
@@ -155,7 +155,13 @@ def count_if_needed(
     engine: Engine = Engine(),
     summing: RunningSums | None = None,
 ) -> None:
-    """Count the magnitudes of the bases into `basis.histogram`, for TIES with `trim: model`."""
+    """Count the magnitudes of the bases into `basis.histogram`, for TIES with `trim: model`.
+
+    Raises:
+        UserError: no tensor takes part.
+    """
+    if not any(item.numel for item in items):
+        raise UserError(NO_TENSOR)
     if not basis.counts:
         return
     started = time.perf_counter()

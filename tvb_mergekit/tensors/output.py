@@ -16,7 +16,11 @@ from tvb_mergekit.tensors.checkpoint import weight_files
 
 LOG = logging.getLogger(__name__)
 # Files of a merge besides weights, which an existing output folder must not have.
-WRITTEN = ("config.json", "README.md", "mergekit_config.yml", "basis", "tokenizer.json")
+WRITTEN = tuple(
+    "config.json README.md mergekit_config.yml basis generation_config.json tokenizer.json "
+    "tokenizer_config.json special_tokens_map.json tokenizer.model vocab.json merges.txt "
+    "chat_template.jinja".split()
+)
 REPORT = ("basis.json", "basis.safetensors")  # files of a store, and of a merged model's basis/
 
 

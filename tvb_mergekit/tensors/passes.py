@@ -189,7 +189,7 @@ def combine_pass(
             if not piece.numel:
                 return sums
             if step is None:
-                finite = buffer.copy(piece, out)  # or as it was: nothing can overflow
+                finite = buffer.copy(piece, out)
             else:
                 finite, sums = combine(piece, step, out)
             # `summing` has a better message for inputs that are not finite.

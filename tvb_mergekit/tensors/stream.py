@@ -212,7 +212,7 @@ class PieceBuffer:
         self.memory = host_memory(device, nbytes)
 
     def copy(self, piece: Piece, out: Tensor) -> bool:
-        """Fill each row of `out` with the base; returns whether it has the base's dtype."""
+        """Fill each row of `out` with the base; returns whether no value can have overflowed."""
         base = piece.item.parts[0]
         if base.dtype == out.dtype and len(out) == 1:
             values = base.read(piece.start, piece.stop, out[0])
@@ -220,7 +220,7 @@ class PieceBuffer:
             values = self.read(piece)[0]
         if values.data_ptr() != out.data_ptr():
             out.copy_(values.expand_as(out))
-        return values.dtype == out.dtype
+        return values.dtype == out.dtype or not bool(torch.isfinite(values).all())
 
     def read(self, piece: Piece, copy: bool = False, packed: bool = False) -> list[Tensor]:
         """Base and inputs in their stored dtypes, overwritten by the next piece.
