@@ -103,9 +103,11 @@ def test_an_excluded_mask_may_be_infinite(here: Path) -> None:
     for name in ("base", "a", "b"):
         state = load_file(here / name / "model.safetensors")
         state["mask"] = torch.full((2, 2), -torch.inf).triu(1)
+        state["mask.8"] = torch.ones(2).to(torch.float8_e4m3fn)
         (here / name / "model.safetensors").unlink()
         save_file(state, here / name / "model.safetensors", {"format": "pt"})
     document = raw("a", "b") | {"dtype": "bfloat16"}
+    document["parameters"] = {**document["parameters"], "exclude": "8"}
     assert "tensor `mask` of the base holds 0 NaN and 1 infinite" in check(
         document, "--deep", code=1
     )
@@ -113,9 +115,11 @@ def test_an_excluded_mask_may_be_infinite(here: Path) -> None:
     assert "All tensors are finite" in check(document, "--deep")
     tvb("build", "recipe.yml", "store", "--quiet")
     over = ready(here / "store", "add.yml") | {"dtype": "bfloat16"}
+    over["parameters"] = {**over["parameters"], "exclude": "8"}
     for name, each in {"models": document, "bases": over}.items():
         found = merge(each, here / f"out-{name}", command="mergekit-pytorch")
-        assert torch.equal(found.tensors["mask"], state["mask"].bfloat16())
+        for own in ("mask", "mask.8"):
+            assert torch.equal(found.tensors[own].float(), state[own].float())
     over["parameters"] = {**over["parameters"], "exclude": "."}
     assert (
         "no tensor takes part"

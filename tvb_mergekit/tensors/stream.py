@@ -220,7 +220,10 @@ class PieceBuffer:
             values = self.read(piece)[0]
         if values.data_ptr() != out.data_ptr():
             out.copy_(values.expand_as(out))
-        return values.dtype == out.dtype or not bool(torch.isfinite(values).all())
+        if values.dtype == out.dtype:
+            return True
+        # An infinite value was so before. Comparisons need more than 8 bits.
+        return bool((torch.isfinite(out) | torch.isinf(values.float())).all())
 
     def read(self, piece: Piece, copy: bool = False, packed: bool = False) -> list[Tensor]:
         """Base and inputs in their stored dtypes, overwritten by the next piece.
