@@ -19,6 +19,7 @@ from test_faults import ALL, OF_FILES, OF_OUTPUT, RECIPES, Case, prepare, recipe
 import tvb_mergekit
 from tvb_mergekit.cli.commands import main
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.tensors.output import StagedFolder
 
 # What only writing shows, or what is about another command or its output.
 NOT_CHECKED = {"overflow"}
@@ -154,6 +155,16 @@ def test_output_folders(here: Path) -> None:
     for out, want in {"base": "is the input", "a/x": "lies in", "recipe.yml": "is a file"}.items():
         assert want in check(recipe(), "--out", out, code=1)
     assert "are free in" in check(recipe(), "--out", "new/folder")
+    Path("mine").mkdir()
+    staged = StagedFolder("mine")
+    for folder in (staged.path, Path("mine")):
+        (folder / "added_tokens.json").write_text(str(folder))
+    with pytest.raises(UserError, match=r"already holds added_tokens\.json"):
+        staged.publish()
+    staged.discard()
+    assert Path("mine/added_tokens.json").read_text() == "mine"
+    Path("mine/vocab.json").touch()
+    assert "already holds vocab.json" in check(recipe(), "--out", "mine", code=1)
     with mock.patch("os.access", lambda path, mode: mode != os.W_OK):  # root may write anywhere
         assert "is not writable" in check(recipe(), "--out", "new/folder", code=1)
     with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=1000)):

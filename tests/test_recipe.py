@@ -153,6 +153,8 @@ def test_values_of_one_key(key: str, value: object, expected: object) -> None:
 
 def test_names_of_tasks_from_paths() -> None:
     assert default_task_name("./models/math/") == "math"
+    assert default_task_name("org/math-7b@main", None) == "math-7b"
+    assert default_task_name("org/math@refs/pr/1") == "math"
     assert default_task_name("./runs@2/math@3.safetensors", None) == "math@3.safetensors"
     assert default_task_name("./base", "./adapters/code//") == "code"
     assert default_task_name("/") == "/"

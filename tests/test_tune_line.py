@@ -124,6 +124,8 @@ def test_other_inputs(what: str, tmp_path: Path) -> None:
         path.write_text(yaml.safe_dump(recipe("basis_ta", base, adapters, **BALANCED)))
         tuned = read_tuned(str(path), Options(lora_merge_cache=options[1]))
         assert len(tuned.identity()["checkpoints"]) == 4
+        exact = Options(lora_merge_cache=options[1], lora_merge_dtype="float32")
+        assert read_tuned(str(path), exact).identity() != tuned.identity()
     else:
         document = recipe("task_arithmetic", base, [])
         sources = [{"model": str(m), "layer_range": [0, 1]} for m in (base, *listed[:2])]

@@ -377,8 +377,8 @@ def _forgotten(text: str, tasks: Sequence[str]) -> tuple[str, ...]:
 
 
 def default_task_name(model_path: str, lora_path: str | None = None) -> str:
-    """The last part of the model's or adapter's path, which names no revision."""
-    path = (lora_path or model_path).rstrip("/")
+    """The last part of the model's or adapter's path, without @revision, which no file has."""
+    path = re.sub(r"@(?!.*\.(safetensors|bin|pt|pth)$).*", "", lora_path or model_path).rstrip("/")
     return path.rpartition("/")[2] or lora_path or model_path
 
 

@@ -115,11 +115,13 @@ def work(batches: list[list[Example]], validation: list[Example], evaluations: i
     return trained + evaluations * sum(len(e.ids) for e in validation) // 3
 
 
-def plan(out: Path, data: Path, seeds: int, most: int, only: str) -> list[Run]:
-    """All runs in their order: the shipped adapters early, short runs first."""
+def plan(out: Path, data: Path, seeds: int, most: int, only: str, adapters: int = 0) -> list[Run]:
+    """All runs in their order: the adapters after their seed's specialists, short runs first."""
     found: list[Run] = []
-    parts = [(0, "full", TASKS), (0, "lora4", SHIPPED), (0, "lora16", TASKS)]
-    for seed, kind, names in (*parts, *((seed, "full", TASKS) for seed in range(1, seeds))):
+    kinds = {"full": TASKS, "lora4": SHIPPED, "lora16": TASKS}
+    parts = [(seed, kind, kinds[kind]) for seed in range(seeds)
+             for kind in kinds if kind == "full" or seed == adapters]  # fmt: skip
+    for seed, kind, names in parts:
         part = 1 if kind == "full" else 3  # adapters have learned most of it before
         runs = [Run(out, data, seed, kind, task, min(EXAMPLES[task] // part, most))
                 for task in names]  # fmt: skip
@@ -266,13 +268,21 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.option("--out", type=FOLDER, default="real-runs", show_default=True,
               help="Folder of the base and all runs.")  # fmt: skip
 @click.option("--seeds", type=int, default=2, show_default=True, help="Full trainings of a task.")
+@click.option("--adapters", type=int, default=0, show_default=True, help="The adapters' seed.")
 @click.option("--examples", type=int, default=3000, show_default=True,
               help="The most for a task; many tasks have fewer.")  # fmt: skip
 @click.option("--only", default="*", help="Pattern of run names, such as 'seed0/*/sst2'.")
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 @click.option("--dry-run", is_flag=True, help="Print the bill alone.")
 def main(
-    data: Path, out: Path, seeds: int, examples: int, only: str, device: str, dry_run: bool
+    data: Path,
+    out: Path,
+    seeds: int,
+    adapters: int,
+    examples: int,
+    only: str,
+    device: str,
+    dry_run: bool,
 ) -> None:
     """Train all specialists that are missing, and print their validation scores."""
     logging.disable_progress_bar()
@@ -280,7 +290,7 @@ def main(
         hint = f"python recipes/smollm2/get_base.py {out / 'base'}"
         raise click.ClickException(f"{out / 'base'} is missing: run {hint}")
     try:
-        runs = plan(out, data, seeds, examples, only)
+        runs = plan(out, data, seeds, examples, only, adapters)
     except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     if not runs:

@@ -59,7 +59,11 @@ def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ())
             f"the output folder {out} already holds weight files ({listed(found, 4)}); delete them "
             "or name another folder: loaders would mix old shards with new ones"
         )
-    if found := [name for name in WRITTEN if os.path.exists(os.path.join(target, name))]:
+    _refuse_existing(Path(target), WRITTEN)
+
+
+def _refuse_existing(out: Path, names: Iterable[str]) -> None:
+    if found := [name for name in names if (out / name).exists()]:
         raise UserError(
             f"the output folder {out} already holds {listed(found, 4)}, which the merge would "
             "overwrite; name another folder"
@@ -117,6 +121,7 @@ class StagedFolder:
             os.rename(self.path, self.out)
         else:
             files = sorted(self.path.iterdir(), key=lambda f: (f.name == "config.json", f.name))
+            _refuse_existing(self.out, [file.name for file in files])
             for file in files:
                 shutil.move(str(file), str(self.out / file.name))
         self.discard()

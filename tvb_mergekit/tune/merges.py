@@ -167,7 +167,9 @@ class TunedRecipe:
         with refusing(planning=True):
             models = sorted(self._models(), key=str)
             files = {str(model): [_stamps(f) for f in self._folders(model)] for model in models}
-        return {"recipe": document, "checkpoints": files, "mergekit's seed": self.seed}
+        fused = self.options.lora_merge_dtype
+        made = {"mergekit's seed": self.seed, "lora_merge_dtype": fused}
+        return {"recipe": document, "checkpoints": files, **made}
 
     def _folders(self, model: ModelReference) -> list[Path]:
         cache = self.options.transformers_cache

@@ -103,6 +103,8 @@ def test_the_command_trains_every_kind_once_and_resumes(real, world, monkeypatch
         real.train.plan(world / folder, world / "data", 2, 64, "seed1/*/banking77")[0]
         for folder in ("out", "other")
     ]
+    later = real.train.plan(world / "out", world / "data", 2, 64, "*/lora4/banking77", 1)
+    assert [run.name for run in later] == ["seed1/lora4/banking77"]
     begun = real.train.train(runs[0], "cpu")
     assert [next(begun)["examples"] for _ in range(3)] == [0, 8, 16]
     begun.close()
