@@ -103,7 +103,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("tensors/merging.py", "tunables.lambda_ * basis.scale\n", "tunables.lambda_\n"),
     ],
     "test_matrix_merges.py": [
-        ("tensors/matrices.py", "self._first + start, self._first + stop", "start, stop"),
+        ("tensors/matrices.py", "joined, first + start, first + stop", "joined, start, stop"),
         ("tensors/matrices.py", "part.read(first + start, first + stop", "part.read(start, stop"),
         ("tensors/matrices.py", "min(item.shape[-2:]) < bases", "min(item.shape[-2:]) < 0"),
         ("tensors/matrices.py", "max(info.eps for info in floats) / 2", "FLOAT32"),

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.encoders import Encoding, Gram, balanced, encode
-from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import Settings
 
 COMPRESSIONS = ("ae", "balanced")
@@ -105,17 +104,13 @@ def add_task(buffer: Buffer, products: Tensor, budget: int, how: str, settings: 
 
     Args:
         products: [M + 1, M + 1] float64, the Gram matrix of the M bases and the new task vector.
-        budget: the most bases after the round, at least 2.
-        how: `ae`, by `settings`, as in the paper. Or `balanced`: each basis is weighted by its
-            number of tasks, so that sum_m w_m B_m stays the sum of all tasks.
+        budget: the most bases after the round, at least 2 and the number of exact bases.
+        how: `ae`, by `settings`, as in the paper. Or `balanced`, if the buffer has basis weights:
+            each basis is weighted by its number of tasks, so that sum_m w_m B_m stays the sum of
+            all tasks.
         settings: of the autoencoder.
-
-    Raises:
-        UserError: the budget is below 2 or the number of bases, or `balanced` compresses bases
-            whose weighted sum is not the sum of the tasks.
     """
     count = len(products) - 1
-    check_budget(budget, count if buffer.exact else 0)
     products = (products + products.T) / 2
     old, norms = products[:count, :count], _norms(products)
     compressed = count >= budget
@@ -177,27 +172,8 @@ def _compress(
     if how != "balanced":
         chosen = {"num_bases": count, "basis_ratio": None, "energy": None}
         return encode(gram, settings.model_copy(update=chosen))
-    if weights is None:
-        raise UserError(
-            "`balanced` keeps the sum of all tasks, but these bases do not hold it (they were "
-            "built or compressed otherwise): compress by `ae`, or build again with "
-            "`basis: balanced`"
-        )
+    assert weights is not None
     return balanced(Gram.of(gram), count, weights.numpy())
-
-
-def check_budget(budget: int, count: int) -> None:
-    """Raise UserError unless `count` bases and a new one can be kept within `budget`."""
-    if budget < 2:
-        raise UserError(
-            f"the budget is {budget}: expected 2 or more, one basis for the previous tasks and one "
-            "for the new task; give --budget 2 or more"
-        )
-    if budget < count:
-        raise UserError(
-            f"the budget is {budget}, and the store holds {count} bases: give {count} or more, or "
-            "build a smaller store"
-        )
 
 
 def cast_loss(norms: Tensor, dtype: torch.dtype, numel: int) -> Tensor:

@@ -8,7 +8,6 @@ octave (a relative width of 6e-5, a share of at most about 4e-5 for a smooth dis
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -19,26 +18,17 @@ _FIRST = (127 - 48) << 14  # bin number of 2^-48
 BINS = 64 << 14
 
 
-class Histogram(ABC):
-    """Counts for `rows` streams of values (one per basis), int64 on the device of the values.
+class MagnitudeHistogram:
+    """Counts of |x| for `rows` streams of values (one per basis), int64, 8 MB a row.
 
-    Several of one kind add up by their `counts`.
+    Several add up by their `counts`.
     """
-
-    counts: Tensor
-
-    @abstractmethod
-    def add(self, values: Tensor) -> None:
-        """Count `values` [rows, n], float32."""
-
-
-class MagnitudeHistogram(Histogram):
-    """Counts of |x|, 8 MB a row."""
 
     def __init__(self, rows: int) -> None:
         self.counts = torch.zeros(rows, BINS, dtype=torch.int64, device="cpu")
 
     def add(self, values: Tensor) -> None:
+        """Count `values` [rows, n], float32, on the device of the counts."""
         for row, stream in zip(self.counts, values, strict=True):
             bins = bin_numbers(stream).long()
             # A new table for each chunk would cost ten times more.
@@ -57,7 +47,7 @@ class MagnitudeHistogram(Histogram):
         return bin_edges(torch.stack(numbers))
 
 
-class WithinBins(Histogram):
+class WithinBins:
     """Counts, for one bin of each row, of the bits that `MagnitudeHistogram` ignores.
 
     `bins` [rows] int64 are the bins of the k-th largest magnitudes.
@@ -79,6 +69,7 @@ class WithinBins(Histogram):
         return made
 
     def add(self, values: Tensor) -> None:
+        """Count `values` [rows, n], float32."""
         for row, number, stream in zip(self.counts, self.bins.tolist(), values, strict=True):
             rest = stream.contiguous().view(torch.int32) & ((1 << _SHIFT) - 1)
             mine = rest[bin_numbers(stream) == number]
@@ -89,6 +80,9 @@ class WithinBins(Histogram):
         higher = (self._above - self.counts.sum(1))[:, None]
         last = (higher + self.counts.flip(1).cumsum(1).flip(1) >= self.k).sum(1) - 1
         return bin_edges(self.bins, last)
+
+
+Histogram = MagnitudeHistogram | WithinBins
 
 
 def _from_the_top(counts: Tensor) -> Tensor:

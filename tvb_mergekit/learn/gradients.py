@@ -35,7 +35,7 @@ from tvb_mergekit.learn.models import bases_of, check_untied, load_model
 from tvb_mergekit.learn.work import CostEstimate, Request, Work, hash_of
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.matrices import slice_of
+from tvb_mergekit.tensors.matrices import Joined, slice_of
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Item, Sink
 
@@ -340,7 +340,7 @@ class CoefficientMethod(GradientMethod):
         values, rows = load_file(self.outputs[0])["coefficients"], self.rows
         weights = values.double() @ bases_of(plan).T  # of the plan's vectors
         pieces, steps = list[Item](), dict[str, Step]()
-        joined = Joined(sink, {item.name: item for item in items})
+        joined = Joined(sink, {})
         for item in items:
             if item.tunables is None:
                 pieces.append(item)
@@ -348,26 +348,10 @@ class CoefficientMethod(GradientMethod):
             own = weights[rows.of_tensor(str(item.counted_as))]
             for number, (first, piece) in enumerate(blocks_of(item, rows.blocks)):
                 name = item.name if rows.blocks == 1 else f"{item.name}, block {number}"
-                joined.places[name] = item.name, first
+                joined.places[name] = item, first
                 pieces.append(replace(piece, name=name))
                 steps[name] = Linear([[(1.0, own[number])]])
         combine_pass(pieces, steps, joined, plan.engine)
-
-
-class Joined:
-    """A `stream.Sink` that hands pieces of tensors on as parts of these tensors.
-
-    Attributes:
-        places: for each piece its tensor, and its first element there.
-    """
-
-    def __init__(self, sink: Sink, items: Mapping[str, Item]) -> None:
-        self._sink, self._items = sink, items
-        self.places: dict[str, tuple[str, int]] = {}
-
-    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
-        name, first = self.places.get(item.name, (item.name, 0))
-        self._sink.write(self._items[name], first + start, first + stop, values)
 
 
 def blocks_of(item: Item, blocks: int) -> list[tuple[int, Item]]:

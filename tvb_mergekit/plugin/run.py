@@ -169,7 +169,7 @@ def write_tensors(plan: Plan, folder: Path) -> None:
         writer.finalize()
         return
     shards = plan_shards(items, options.out_shard_size or sys.maxsize, world.size)
-    world.agree([[shard.name, [i.name for i in shard.items]] for shard in shards], "tensors")
+    world.agree([[shard.name, [i.name for i in shard.items]] for shard in shards])
     files = FolderWriter(folder, shards, {"format": "pt"}, rank=world.rank)
     plan.merge_into(FoldersSink([files]), run_of(shards, world.rank))
     records = world.collect(files.whole())

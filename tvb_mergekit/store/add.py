@@ -147,7 +147,16 @@ def _budget(bases: Bases, growth: Growth) -> int:
     if budget is None:
         raise UserError("a new store needs --budget M, the most bases that it may hold")
     budget = operator.index(budget)
-    online.check_budget(budget, 0 if bases.keeps_tasks else bases.num_bases)
+    if budget < 2:
+        raise UserError(
+            f"the budget is {budget}: expected 2 or more, one basis for the previous tasks and one "
+            "for the new task; give --budget 2 or more"
+        )
+    if not bases.keeps_tasks and budget < bases.num_bases:
+        raise UserError(
+            f"the budget is {budget}, and the store holds {bases.num_bases} bases: give "
+            f"{bases.num_bases} or more, or build a smaller store"
+        )
     return budget
 
 

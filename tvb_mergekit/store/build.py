@@ -96,7 +96,7 @@ def build_store(
     with ExitStack() as stack:
         if world.leads:
             stack.callback(lock(out).release)
-        world.agree([item.name for item in inputs.items], "tensors")
+        world.agree([item.name for item in inputs.items])
         unfinished = _Unfinished(inputs, out, dtype, form, resume)
         started = time.perf_counter()
         known = world.share(unfinished.sums)

@@ -30,7 +30,6 @@ FACTS, TENSORS = REPORT
 FOLDER = "basis"  # of both in a merged model: beside its weights, some programs would load them
 FORMAT_VERSION, STORE_VERSION = 1, 2  # of `basis.json` of a merge, and of a store
 CHECKSUM = "checksum"
-HASH = "xxh3_128"
 # Paths of models, which the base's fingerprint guards, and seconds of work.
 FREE = ("base_model", "models", "base_path", "base_beside", "seconds")
 

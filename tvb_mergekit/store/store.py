@@ -284,8 +284,6 @@ def _load(folder: Path, without: str, task: str) -> Bases:
         if shapes.count(shapes[0]) < len(shapes):
             raise KeyError("its vectors have different tensors")
     except (OSError, RuntimeError, KeyError, TypeError, safetensors.SafetensorError) as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(
             f"{folder}: not a complete basis store ({error}); build it again"
         ) from error

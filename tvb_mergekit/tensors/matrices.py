@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -118,14 +118,19 @@ def check_matrices(
         )
 
 
-class Within:
-    """A sink for a slice of `item` that begins at element `first`."""
+class Joined:
+    """A sink that hands pieces of tensors on as parts of these tensors.
 
-    def __init__(self, sink: Sink, item: Item, first: int) -> None:
-        self._sink, self._item, self._first = sink, item, first
+    Attributes:
+        places: name of a piece -> its tensor, and its first element there. Others stay as they are.
+    """
+
+    def __init__(self, sink: Sink, places: Mapping[str, tuple[Item, int]]) -> None:
+        self._sink, self.places = sink, dict(places)
 
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
-        self._sink.write(self._item, self._first + start, self._first + stop, values)
+        joined, first = self.places.get(item.name, (item, 0))
+        self._sink.write(joined, first + start, first + stop, values)
 
 
 def slice_of(item: Item, first: int, shape: tuple[int, ...]) -> Item:
@@ -161,7 +166,7 @@ def merge_matrices(
     held = _bytes_of(basis.settings, encoder.shape[1], item)
     for first in range(0, max(1, item.numel), max(1, rows * columns)):  # once if it is empty
         matrix = item if len(item.shape) == 2 else slice_of(item, first, (rows, columns))
-        within = Within(sink, item, first)
+        within = Joined(sink, {item.name: (item, first)})
         merging = partial(_merged, basis.settings, matrix, encoder)
         yield merge_one(matrix, encoder, merging, held, within, engine, scale, add_base, summing)
 

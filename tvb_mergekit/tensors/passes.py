@@ -251,7 +251,7 @@ def _combining(chunks: Chunks, drawn: Drawn | None) -> Combine:
 def share_of(items: Sequence[Item]) -> slice:
     """The items that this process reads, balanced by bytes."""
     world = ranks.world()
-    world.agree([[item.name, list(item.shape), item.nbytes] for item in items], "tensors")
+    world.agree([[item.name, list(item.shape), item.nbytes] for item in items])
     return ranks.shares([item.nbytes for item in items], world.size)[world.rank]
 
 

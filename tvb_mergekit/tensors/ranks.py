@@ -110,13 +110,13 @@ class World:
         """Add every process's numbers (contiguous, on the CPU) in place."""
         self._meet(lambda dist: dist.all_reduce(counts))
 
-    def agree(self, what: object, about: str) -> None:
-        """Raise UserError unless all processes have the same value."""
+    def agree(self, what: object) -> None:
+        """Raise UserError unless all processes have the same description of the tensors."""
         found = self.collect(what)
         for rank, other in enumerate(found):
             if other != found[0]:
                 raise UserError(
-                    f"rank {rank} finds other {about} than rank 0: the processes must see the "
+                    f"rank {rank} finds other tensors than rank 0: the processes must see the "
                     "same files, with the same versions of all packages"
                 )
 
