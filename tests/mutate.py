@@ -167,8 +167,8 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("core/trim.py", "kept - density * kept[:1]", "kept - density * kept[:1] + 99"),
     ],
     f"{MERGING} -k topk": [
-        ("core/trim.py", "(coarse, max(1, int(", "(coarse, max(2, 1 + int("),
-        ("core/trim.py", "self._above - self.counts.sum(1)", "self._above"),
+        ("core/trim.py", "above = max(1, int(", "above = max(2, 1 + int("),
+        ("core/trim.py", "[:, None] - fine.sum(1, keepdim=True)", "[:, None]"),
     ],
     f"{ENCODERS} -k closed_form": [
         ("core/encoders/linear.py", "self.values[num_bases:].sum()", "self.values[1:].sum()"),

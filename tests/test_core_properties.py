@@ -18,7 +18,7 @@ from torch import Tensor
 from tvb_mergekit.core.basis import Basis, Tunables, build, warnings
 from tvb_mergekit.core.gram import BLOCK, GramSums, Sketch
 from tvb_mergekit.core.merge import TrimElectMerge
-from tvb_mergekit.core.trim import Histogram, MagnitudeHistogram, exact_thresholds
+from tvb_mergekit.core.trim import Histogram, exact_thresholds
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import resolve_settings
 from tvb_mergekit.tensors.engine import Engine
@@ -270,7 +270,7 @@ def test_the_histogram_keeps_the_asked_share(data, length, density, seed):
     values = getattr(random, kind if kind in ("uniform", "laplace") else "normal")(size=length)
     values *= {"wide": 10.0 ** random.uniform(-6, 0, length), "tiny": 1e-10}.get(kind, 1.0)
     row = torch.from_numpy(values.astype(np.float32))
-    histogram = MagnitudeHistogram(1)
+    histogram = Histogram(1)
     for chunk in row.split(7001):
         histogram.add(chunk[None])
     (limit,) = histogram.thresholds(density).tolist()

@@ -14,7 +14,7 @@ from torch import Tensor
 from tvb_mergekit.core.encoders import Encoding, encode, encode_before, projection
 from tvb_mergekit.core.gram import GramSums, Sketch
 from tvb_mergekit.core.merge import Linear, Step, Term, TrimElectMerge
-from tvb_mergekit.core.trim import MagnitudeHistogram
+from tvb_mergekit.core.trim import Histogram
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import phase
 from tvb_mergekit.settings import MATRIX_METHODS, Settings
@@ -51,7 +51,7 @@ class Combination(ABC):
 
     settings: Settings
     tasks: Sequence[str]
-    histogram: MagnitudeHistogram | None = field(default=None, kw_only=True)
+    histogram: Histogram | None = field(default=None, kw_only=True)
     seconds: dict[str, float] = field(default_factory=dict, kw_only=True)
     _thresholds: dict[float, Tensor] = field(default_factory=dict, repr=False, kw_only=True)
 

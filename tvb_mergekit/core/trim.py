@@ -7,8 +7,7 @@ octave (a relative width of 6e-5, a share of at most about 4e-5 for a smooth dis
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,19 +17,26 @@ _FIRST = (127 - 48) << 14  # bin number of 2^-48
 BINS = 64 << 14
 
 
-class MagnitudeHistogram:
-    """Counts of |x| for `rows` streams of values (one per basis), int64, 8 MB a row.
+class Histogram:
+    """Counts of magnitudes for `rows` streams of values (one per basis), int64.
 
-    Several add up by their `counts`.
+    Bins have 8 MB a row. With `within`, one bin of each row, the counts are of the bits that bins
+    ignore, of the values in this bin. Several histograms add up by their `counts`.
     """
 
-    def __init__(self, rows: int) -> None:
-        self.counts = torch.zeros(rows, BINS, dtype=torch.int64, device="cpu")
+    def __init__(self, rows: int, within: Sequence[int] | None = None) -> None:
+        self.within = within
+        columns = BINS if within is None else 1 << _SHIFT
+        self.counts = torch.zeros(rows, columns, dtype=torch.int64, device="cpu")
 
     def add(self, values: Tensor) -> None:
         """Count `values` [rows, n], float32, on the device of the counts."""
-        for row, stream in zip(self.counts, values, strict=True):
-            bins = bin_numbers(stream).long()
+        for place, (row, stream) in enumerate(zip(self.counts, values, strict=True)):
+            found = bin_numbers(stream)
+            if self.within is not None:
+                rest = stream.contiguous().view(torch.int32) & ((1 << _SHIFT) - 1)
+                found = rest[found == self.within[place]]
+            bins = found.long()
             # A new table for each chunk would cost ten times more.
             row.scatter_add_(0, bins, torch.ones_like(bins))
 
@@ -47,50 +53,12 @@ class MagnitudeHistogram:
         return bin_edges(torch.stack(numbers))
 
 
-class WithinBins:
-    """Counts, for one bin of each row, of the bits that `MagnitudeHistogram` ignores.
-
-    `bins` [rows] int64 are the bins of the k-th largest magnitudes.
-    """
-
-    def __init__(self, coarse: MagnitudeHistogram, k: int) -> None:
-        self.k = k
-        bins, above = [], []
-        for row in coarse.counts:
-            kept = _from_the_top(row)
-            bins.append((kept >= k).sum() - 1)
-            above.append(kept[bins[-1]])
-        self.bins, self._above = torch.stack(bins), torch.stack(above)  # values in it or higher
-        self.counts = torch.zeros(len(bins), 1 << _SHIFT, dtype=torch.int64, device="cpu")
-
-    def fresh(self) -> WithinBins:
-        made = copy.copy(self)
-        made.counts = torch.zeros_like(self.counts)
-        return made
-
-    def add(self, values: Tensor) -> None:
-        """Count `values` [rows, n], float32."""
-        for row, number, stream in zip(self.counts, self.bins.tolist(), values, strict=True):
-            rest = stream.contiguous().view(torch.int32) & ((1 << _SHIFT) - 1)
-            mine = rest[bin_numbers(stream) == number]
-            row += torch.bincount(mine, minlength=1 << _SHIFT)
-
-    def thresholds(self) -> Tensor:
-        """The k-th largest magnitude of each row, [rows] float32."""
-        higher = (self._above - self.counts.sum(1))[:, None]
-        last = (higher + self.counts.flip(1).cumsum(1).flip(1) >= self.k).sum(1) - 1
-        return bin_edges(self.bins, last)
-
-
-Histogram = MagnitudeHistogram | WithinBins
-
-
 def _from_the_top(counts: Tensor) -> Tensor:
-    return counts.flip(0).cumsum(0).flip(0)
+    return counts.flip(-1).cumsum(-1).flip(-1)
 
 
 def table_bytes(rows: int) -> int:
-    """The bytes of a `MagnitudeHistogram` while it computes its thresholds."""
+    """The bytes of a `Histogram` while it computes its thresholds."""
     return 8 * BINS * (rows + 5)
 
 
@@ -119,10 +87,13 @@ def exact_thresholds(
         sweep: makes one or several histograms by the given function, adds all values to them, and
             returns their sum.
     """
-    coarse = sweep(lambda: MagnitudeHistogram(rows))
-    assert isinstance(coarse, MagnitudeHistogram)
-    empty = WithinBins(coarse, max(1, int(density * numel)))
-    del coarse
-    fine = sweep(empty.fresh)
-    assert isinstance(fine, WithinBins)
-    return fine.thresholds()
+    k, bins, above = max(1, int(density * numel)), list[int](), list[int]()
+    for counts in sweep(lambda: Histogram(rows)).counts:
+        kept = _from_the_top(counts)
+        bins.append(int((kept >= k).sum()) - 1)
+        above.append(int(kept[bins[-1]]))  # values in this bin or above
+    del counts, kept  # the table of bins, before the second
+    fine = sweep(lambda: Histogram(rows, bins)).counts
+    higher = torch.tensor(above)[:, None] - fine.sum(1, keepdim=True)
+    last = (higher + _from_the_top(fine) >= k).sum(1) - 1
+    return bin_edges(torch.tensor(bins), last)

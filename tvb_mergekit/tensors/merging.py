@@ -16,7 +16,7 @@ from torch import Tensor
 from tvb_mergekit.core.basis import Basis, Combination, Tunables, before_gram, build
 from tvb_mergekit.core.gram import NO_TENSOR, GramSums, Sketch
 from tvb_mergekit.core.merge import Step
-from tvb_mergekit.core.trim import Histogram, MagnitudeHistogram, exact_thresholds, table_bytes
+from tvb_mergekit.core.trim import Histogram, exact_thresholds, table_bytes
 from tvb_mergekit.errors import UserError, listed, megabytes
 from tvb_mergekit.progress import silent
 from tvb_mergekit.settings import MATRIX_METHODS, Settings
@@ -169,11 +169,10 @@ def count_if_needed(
     counted = count_pass(
         basis.weighted_encoder,
         mine,
-        lambda: MagnitudeHistogram(basis.num_bases),
+        lambda: Histogram(basis.num_bases),
         engine,
         summing,
     )
-    assert isinstance(counted, MagnitudeHistogram)
     ranks.world().add_up(counted.counts)
     basis.histogram = counted
     basis.seconds["trim"] = time.perf_counter() - started
