@@ -71,7 +71,7 @@ def _truncation(values: dict[str, Any], least: int = 1) -> Truncation:
     rank, energy, size = (values[key] for key in SIZES)
     if not least <= sum(each is not None for each in (rank, energy, size)) <= 1:
         raise UserError("--lora goes with one of --rank R, --energy SHARE and --size SIZE")
-    return Truncation(rank, energy, parse_memory(size) if size else None)
+    return Truncation(rank, energy, None if size is None else parse_memory(size))
 
 
 def _check_lora(values: dict[str, Any], *options: str) -> None:

@@ -58,6 +58,9 @@ class Readable(Place):
                 value = str(fetch(value))
             except UserError as error:
                 self.fail(str(error), param, ctx)
+            except KeyboardInterrupt:  # for which click exits with 1
+                click.echo("Interrupted.", err=True)
+                ctx.exit(130)
         return super().convert(value, param, ctx)
 
 

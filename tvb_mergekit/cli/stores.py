@@ -112,7 +112,7 @@ def _quantize(bits: float | None, size: str | None) -> Quantize | None:
     from tvb_mergekit.store.forms import Quantize
     from tvb_mergekit.tensors.layout import parse_memory
 
-    return Quantize(bits, parse_memory(size) if size else None)
+    return Quantize(bits, None if size is None else parse_memory(size))
 
 
 @command("base", "device", "memory", *MODELS, "quiet", writes="plot")
@@ -141,6 +141,8 @@ def inspect(path: str, as_text: bool, lora: bool, plot: str | None, **values: An
 
         plots.check_plot(plot)
         check_outside(plot)
+    if values["base"] is not None and not lora:
+        raise UserError("--base is read by --lora alone: add --lora, or leave it out")
     if lora:
         _inspect_lora(path, as_text, plot, values)
         return

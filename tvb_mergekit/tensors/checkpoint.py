@@ -23,7 +23,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, one_line
 from tvb_mergekit.tensors.source import TensorInfo, Weights, infos_of
 
 # In mergekit's and transformers' order of preference.
@@ -206,10 +206,16 @@ def facts_in(path: Path, key: str) -> dict[str, Any]:
     """The facts under a key of a safetensors file's metadata; empty if there are none.
 
     Raises:
-        UserError: a later version wrote it.
+        UserError: a later version wrote it, or they are damaged.
     """
-    facts: dict[str, Any] = json.loads(metadata_of(path).get(key, "{}"))
-    if facts.pop("version", FACTS_VERSION) > FACTS_VERSION:
+    try:
+        facts: dict[str, Any] = json.loads(metadata_of(path).get(key, "{}"))
+        later = facts.pop("version", FACTS_VERSION) > FACTS_VERSION
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path}: damaged metadata `{key}` ({one_line(error)}); make it again"
+        ) from error
+    if later:
         raise UserError(f"{path}: written by a later tvb-mergekit; upgrade this one")
     return facts
 
@@ -285,7 +291,7 @@ def _read_index(index: Path) -> Iterator[tuple[str, list[str]]]:
             )
         if not (index.parent / shard).is_file():
             raise UserError(f"{index.parent}: shard {shard} is missing; download the model again")
-        yield shard, [name for name, where in weight_map.items() if where == shard]
+        yield shard, [name for name, where in weight_map.items() if str(PurePath(where)) == shard]
 
 
 def _read_safetensors_header(path: Path) -> dict[str, TensorInfo]:

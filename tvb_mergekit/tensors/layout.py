@@ -41,9 +41,9 @@ def parse_memory(text: str) -> int:
     Raises:
         UserError: it is another text.
     """
-    if re.fullmatch(r"\d{5,}", text.strip()):
+    if re.fullmatch(r"\d{5,18}", text.strip()):
         return int(text)
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B?", text.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d+)?) ?([KMGT])(i?)B?", text.strip(), re.IGNORECASE)
     if found is None:
         raise UserError(f"a size of `{text}`: expected a number and a unit, such as 500MB or 2GB")
     number, unit, binary = found.groups()
