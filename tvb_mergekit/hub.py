@@ -58,6 +58,13 @@ def local(path: str | os.PathLike[str], patterns: Sequence[str], but: Sequence[s
     return folder
 
 
+def in_cache(path: Path) -> bool:
+    """Whether a resolved path lies in the cache of downloaded repositories."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return path.is_relative_to(os.path.realpath(HF_HUB_CACHE))
+
+
 def push(
     folder: Path, repository: str, revision: str | None, card: str, private: bool = False
 ) -> str:

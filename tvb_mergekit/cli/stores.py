@@ -259,7 +259,7 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
     doubt = logging.warning if values["force"] else _refuse
     growth = Growth(budget, compress, own, quantize, doubt, click.echo)
     if new and quantize:
-        grown = build_store(inputs, store, engine, quantize=quantize)
+        grown = build_store(inputs, store, engine, quantize=quantize, warn=doubt)
     else:
         grown = add_to_store(store, inputs, growth, engine)
     if grown.keeps_tasks:

@@ -197,13 +197,13 @@ def parse(path: str) -> RecipeFile:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path}, line {line}: no UTF-8 text ({error.reason})") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise UserError(_not_yaml(path, error)) from error
     repeated = None if loader.repeated is None else _not_yaml(path, loader.repeated)
     return RecipeFile(path, text, documents, repeated)
 
 
-def _not_yaml(path: str, error: yaml.YAMLError) -> str:
+def _not_yaml(path: str, error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     place = f", line {mark.line + 1}" if mark else ""
     reason = getattr(error, "problem", None) or one_line(error)

@@ -240,7 +240,9 @@ def join(
     vectors = [open_vector(writer.folder / name, bases.facts.store.codec) for name in folders]
     for vector in vectors:
         vector.base = inputs.base
-    scales = torch.cat([bases.scales, torch.tensor(inputs.weights if share else [1.0])]).double()
+    scales = torch.cat(
+        [bases.scales, torch.tensor(inputs.weights if share else [1.0], dtype=torch.float64)]
+    )
     tensors["gram_bases"] = forms.stored_gram(vectors, folders, engine) * scales.outer(scales)
     if 0 < share < 1:  # the products of the models themselves, where they are known
         tensors["gram_bases"][:count, :count] = bases.tensors["gram_bases"]

@@ -83,7 +83,7 @@ def measured_tensors(
     without a sum, which makes these [items, K].
     """
     squares, errors = torch.tensor(measured, dtype=torch.float64).chunk(2, dim=1)
-    factors = torch.ones(1) if weights is None else torch.tensor(weights).double().square()
+    factors = torch.tensor(weights or [1.0], dtype=torch.float64).square()
     return {"tensor_squares": squares * factors, "tensor_errors": errors * factors}
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import filelock
 
+from tvb_mergekit import hub
 from tvb_mergekit.atomic import check_interrupted, next_to
 from tvb_mergekit.errors import UserError, check_names, remedy
 from tvb_mergekit.store import forms
@@ -46,7 +47,10 @@ class StoreWriter:
         """
         mine = (self.folder / MARK).is_file()
         if os.path.lexists(self.folder) and not mine and os.listdir(self.folder):
-            raise UserError(f"{self.folder} is in the way; move or delete it")
+            how = "move or delete it"
+            if is_store(self.folder) and not (before := next_to(self.store, "previous")).exists():
+                how = f"an undo was interrupted; complete it: mv {self.folder} {before}"
+            raise UserError(f"{self.folder} is in the way: {how}")
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         (self.folder / MARK).touch()
@@ -107,6 +111,8 @@ def changing(path: str | os.PathLike[str], new: bool = False) -> Iterator[StoreW
     writer = StoreWriter(path)
     if not new and not writer.store.parent.is_dir():
         read_store_facts(writer.store)  # raises: a lock would make the folder
+    if hub.in_cache(writer.store):
+        raise UserError(f"{writer.store} is in the Hugging Face cache: copy it to change the copy")
     store, held = writer.store, lock(path)
     try:
         previous = next_to(store, "previous")
@@ -178,11 +184,12 @@ class _Lock(filelock.FileLock):
 def _check_own(store: Path, facts: StoreFacts) -> None:
     """Raise UserError if the folder of a store holds another file, which a change would lose."""
     recipes = (f"{FOLDER}/{name}.yml" for name in templates(facts, "", ""))
-    # A kill right after a build leaves WORKING files, of each process too: 0-journal.jsonl
-    own = {FACTS, MARK, *forms.WORKING, *facts.store.files, *recipes}
+    own = {FACTS, MARK, *facts.store.files, *recipes}
     for entry in store.rglob("*"):
         place = entry.relative_to(store).as_posix()
-        if not entry.is_dir() and place not in own and place.lstrip("0123456789-") not in own:
+        # A kill right after a build leaves WORKING files, of each process too: 0-journal.jsonl
+        left = place.lstrip("0123456789-") in forms.WORKING
+        if not entry.is_dir() and place not in own and not left:
             raise UserError(
                 f"{entry}: is not the store's, which cannot keep it there; move it out of {store}"
             )
