@@ -38,7 +38,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("learn/statistics.py", "example.start - 1 : -1", "example.start : -1"),
         ("learn/work.py", "self.most_bases / len(self.tasks)", "self.most_bases / 1"),
     ],
-    "test_learn_gradients.py -k 'finite or stitched or published or masks or begins or count_in'": [
+    "test_learn_gradients.py -k 'finite or stitched or published or masks or begins'": [
         ("learn/localize.py", "own.sigmoid() * self", "own.tanh() * self"),
         ("learn/localize.py", "self.penalty * own", "-self.penalty * own"),
         ("learn/localize.py", "[name][0] / scale", "[name][0]"),

@@ -1,19 +1,20 @@
 """WEMoE over bases: routed models against dense ones that merge the weights of each sequence."""
 
 import copy
-import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
 import torch
 from commands import refused, tvb
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_learn import TASKS, Case, data_words, facts
+from test_learn_gradients import assert_finite_differences, mean_loss
 from tiny import gpt2, llama, load
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -158,7 +159,7 @@ def test_gradients_of_a_combination(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.autograd.gradcheck(routing.product, given)
 
 
-@pytest.mark.parametrize(("depth", "loss"), [(1, response_loss), (2, response_loss), (2, entropy)])
+@pytest.mark.parametrize(("depth", "loss"), [(1, entropy), (2, response_loss)])
 def test_gradients_of_routers_are_finite_differences(depth: int, loss: Any) -> None:
     """GPT-2 in float64; the prompts of a batch have two, three and one tokens."""
     there = made(gpt2, depth)
@@ -175,34 +176,14 @@ def test_gradients_of_routers_are_finite_differences(depth: int, loss: Any) -> N
     def value() -> float:
         with torch.no_grad():
             logits = model(input_ids=batch.ids, attention_mask=batch.mask).logits
-        total = 0.0
-        for row, example in zip(logits, examples, strict=True):
-            logs = torch.log_softmax(row, -1)
-            stop = len(example.ids) - (not example.unlabeled)
-            if loss is entropy:
-                some = logs[example.start - 1 : stop]
-                total += float(-(some.exp() * some).sum(-1).mean())
-            else:
-                labels = torch.tensor(example.ids[example.start :])
-                total += float(cross_entropy(row[example.start - 1 : stop], labels))
-        return total / len(examples)
+        return mean_loss(loss, logits, examples)
 
     with routing_of(there):
         work.gradients(examples)
         assert there.prompts is not None
         lengths = [2, 1] if loss is response_loss else [2, 3, 1]
         assert there.prompts.sum(1).tolist() == lengths
-        for variable in way.variables:
-            gradient, flat = variable.grad, variable.detach().view(-1)
-            assert gradient is not None
-            for place in torch.randperm(flat.numel())[:3].tolist():
-                start, ends = float(flat[place]), []
-                for step in (1e-5, -1e-5):
-                    flat[place] = start + step
-                    ends.append(value())
-                flat[place] = start
-                wanted = (ends[0] - ends[1]) / 2e-5
-                assert abs(float(gradient.view(-1)[place]) - wanted) < 1e-6 * max(1, abs(wanted))
+        assert_finite_differences(way.variables, value)
 
 
 @pytest.fixture(scope="module")
@@ -237,16 +218,15 @@ def loss_of(model: nn.Module, data: Mapping[str, Any], live: Routed | None = Non
 
 
 @pytest.mark.parametrize(
-    ("basis", "method"), [("none", "basis_ta"), ("balanced", "basis_ta"), ("none", "basis_wudi")]
+    ("method", "keys"),
+    [("basis_ta", {"basis": "balanced", "num_bases": 2}), ("basis_wudi", {"basis": "none"})],
 )
-def test_routers_lower_the_loss_of_the_merge(case: Case, basis: str, method: str) -> None:
-    size = {} if basis == "none" else {"num_bases": 2}
-    source = case.recipe(f"{basis}-recipe", method, basis=basis, lambda_=0.4, **size)
+def test_routers_lower_the_loss_of_the_merge(case: Case, method: str, keys: dict[str, Any]) -> None:
+    source = case.recipe(f"{method}-recipe", method, lambda_=0.4, **keys)
     words = (*case.words, "--no-subsample", "--held-out", 0, "--learning-rate", 0.01)
-    name = f"{basis}-{method}"
-    merged = case.learn(source, "wemoe", name, *words, "--epochs", 6, "--batch-size", 4)
-    tvb("merge", source, case.folder / f"{name}-merged", "--quiet")
-    added = load(case.folder / f"{name}-merged")
+    merged = case.learn(source, "wemoe", method, *words, "--epochs", 6, "--batch-size", 4)
+    tvb("merge", source, case.folder / f"{method}-merged", "--quiet")
+    added = load(case.folder / f"{method}-merged")
     assert all(torch.equal(t, added[n]) for n, t in merged.tensors.items())
     held, encoder = held_in(merged.folder), merged.basis["encoder"]
     base, models = load(case.base), [load(path) for path in case.models]
@@ -295,38 +275,28 @@ def test_prompts_alone_depth_checkpointing_and_a_store(case: Case, tmp_path: Pat
     assert "wemoe over 2 bases" in dry and "backward" in dry
 
 
-def by_module(name: str) -> list[dict[str, Any]]:
-    return [{"filter": name, "value": 0.3}, {"value": 0.5}]
-
-
 def test_finished_routers_are_merged_by_resume(case: Case, monkeypatch: Any) -> None:
-    from tvb_mergekit.learn import running, wemoe
+    def half(name: str) -> Path:
+        by_module = [{"filter": name, "value": 0.3}, {"value": 0.5}]
+        return case.recipe(f"resumed-{name}", basis="none", dtype="bfloat16", lambda_=by_module)
 
-    source, out = (
-        case.recipe("resumed", basis="none", dtype="bfloat16", **{"lambda": by_module("mlp")}),
-        case.folder / "resumed-out",
-    )
+    source, out = half("mlp"), case.folder / "resumed-out"
     words = ["learn", source, "wemoe", *case.words, "--epochs", 1, "--out", out, "--quiet"]
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            running, "write_model", lambda *given: (_ for _ in ()).throw(UserError("no"))
-        )
+    with mock.patch("tvb_mergekit.learn.running.write_model", side_effect=UserError("no")):
         assert "no" in refused(*words)
     file = Path(f"{out}.partial") / "routers.safetensors"
     assert file.is_file() and not out.exists()
     other = refused(*words, "--resume", "--depth", 2)
     assert "differs from this command in depth" in other
-    moved = case.recipe("moved", basis="none", dtype="bfloat16", **{"lambda": by_module("attn")})
-    other = refused(words[0], moved, *words[2:], "--resume")  # the same lambdas elsewhere
+    # The same lambdas elsewhere
+    other = refused("learn", half("attn"), *words[2:], "--resume")
     assert "differs from this command in lambdas" in other or "in lambda, lambdas" in other
-    monkeypatch.setattr(wemoe, "Routed", None)
+    monkeypatch.setattr("tvb_mergekit.learn.wemoe.Routed", None)
     tvb(*words, "--resume")
     assert {t.dtype for n, t in held_in(out).items() if ".router." not in n} == {torch.bfloat16}
 
 
-def test_models_and_files_that_do_not_fit(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_and_files_that_do_not_fit(case, tmp_path, monkeypatch):
     source = case.recipe("fit", basis="none")
     merged = case.learn(source, "wemoe", "fit-out", *case.words, "--epochs", 1)
     width = loaded(case.base).config.hidden_size
@@ -338,12 +308,8 @@ def test_models_and_files_that_do_not_fit(
     there = {"me/routed": str(merged.folder)}  # on the Hub
     monkeypatch.setattr("tvb_mergekit.hub.local", lambda path, *_: there.get(str(path), str(path)))
     assert isinstance(library.attach(loaded(merged.folder), "me/routed"), Routed)
-    folder = tmp_path / "other"
-    folder.mkdir()
-    for file in (*merged.folder.glob("*.json"), *merged.folder.glob("*.safetensors")):
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = shutil.copytree(merged.folder, tmp_path / "other")
     place = folder / "basis" / "learned" / "routers.safetensors"
-    place.parent.mkdir(parents=True)
     held = held_in(merged.folder)
     name = "model.layers.0.mlp.up_proj.weight"
     for told, metadata, tensors in (
@@ -366,12 +332,8 @@ def test_models_and_files_that_do_not_fit(
     with pytest.raises(UserError, match="after prompts of 2 sequences"):
         cache.batch_select_indices(torch.tensor([0]))
         model(torch.tensor([[1]]), past_key_values=cache)
-    plain = case.recipe("no-mlp", basis="none", exclude="mlp")
-    assert "merge moves none of them" in refused(
-        "learn", plain, "wemoe", *case.words, "--out", tmp_path / "no"
-    )
-    with safe_open(merged.folder / "basis" / "learned" / "routers.safetensors", "pt") as file:
-        assert json.loads(file.metadata()["tvb_learned"])["method"] == "wemoe"
+    words = [case.recipe("no-mlp", basis="none", exclude="mlp"), "wemoe", *case.words]
+    assert "merge moves none of them" in refused("learn", *words, "--out", tmp_path / "no")
     assert set(TASKS) == {each["task"] for each in facts(merged.folder)["tasks"]}
 
 
@@ -382,9 +344,8 @@ def test_tasks_are_chosen_by_the_prompts_of_a_store(case: Case, tmp_path: Path) 
     draw = torch.Generator().manual_seed(0)
 
     def prompts(k: int, count: int) -> list[list[int]]:
-        return [
-            [*torch.randint(40, (3 + n,), generator=draw).tolist(), 60 + k] for n in range(count)
-        ]
+        drawn = [torch.randint(40, (3 + n,), generator=draw).tolist() for n in range(count)]
+        return [[*ids, 60 + k] for ids in drawn]
 
     given = {task: prompts(k, 6) for k, task in enumerate(TASKS)}
     records = {
@@ -413,14 +374,15 @@ def test_tasks_are_chosen_by_the_prompts_of_a_store(case: Case, tmp_path: Path) 
         assert found == [TASKS[int(k)] for k in away.argmin(1)]
         assert found == [task for task in TASKS for _ in range(5)] and live.current == {}
     texts = data_words(tmp_path, {**records, "chat": [{"text": "t1 t2"}]})
-    told = refused("learn", store, "route", *texts, "--out", tmp_path / "n")
-    assert "or `messages`; found text" in told
-    assert "already there" in refused("learn", store, "route", *words, "--out", file)
-    assert "no such folder" in refused("learn", store, "route", *words, "--out", file / "n")
-    assert "no data for chat" in refused(
-        "learn", store, "route", *words[:4], "--out", tmp_path / "n"
-    )
-    assert "is not a basis store" in refused("learn", case.base, "route", "--out", tmp_path / "n")
+    out = tmp_path / "n"
+    for told, of, data, place in (
+        ("or `messages`; found text", store, texts, out),
+        ("already there", store, words, file),
+        ("no such folder", store, words, file / "n"),
+        ("no data for chat", store, words[:4], out),
+        ("is not a basis store", case.base, (), out),
+    ):
+        assert told in refused("learn", of, "route", *data, "--out", place)
     means_file = file.rename(tmp_path / "moved")
     save_file({"centroids": means.float()}, file)
     ids, mask = batch["input_ids"], batch["attention_mask"]
