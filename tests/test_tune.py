@@ -13,7 +13,7 @@ import lm_eval
 import pytest
 import torch
 import yaml
-from commands import merge, recipe, refused, tvb
+from commands import Result, assert_same, merge, recipe, refused, tvb, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval.models.huggingface import HFLM
@@ -21,7 +21,6 @@ from lm_eval.tasks import TaskManager
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny import load
 from transformers import AutoModelForCausalLM
 
 import tvb_mergekit as library
@@ -65,13 +64,20 @@ def quick(method: str = "basis_ta", **parameters: Any) -> dict[str, Any]:
     return recipe(method, QUICK / "models" / "base", folders, own, **parameters)
 
 
-def write(folder: Path, document: Mapping[str, Any]) -> Path:
-    path = folder / "recipe.yml"
-    path.write_text(yaml.safe_dump(dict(document), sort_keys=False))
-    return path
+def written(folder: Path, document: Mapping[str, Any]) -> Path:
+    return write(document, folder / "recipe")
 
 
 PAIR = "quickstart_copy,quickstart_sum"
+
+
+def evaluated(model: Any, args: str | None, samples: Any = None, split: str = "test") -> Any:
+    """What lm_eval finds on PAIR, or on these samples of it."""
+    listed = TaskManager(include_path=str(EVAL), include_defaults=False, metadata={"split": split})
+    return lm_eval.simple_evaluate(
+        model=model, model_args=args, tasks=PAIR.split(","), batch_size=64, device="cpu",
+        task_manager=listed, samples=samples, limit=None if samples else 8,
+    )  # fmt: skip
 
 
 def words(path: Path, out: Path, *more: object, tasks: str = PAIR, place: Path = EVAL) -> list[Any]:
@@ -90,21 +96,18 @@ def facts(out: Path) -> dict[str, Any]:
 def test_points_are_what_separate_runs_give(method, values, limit, tmp_path):
     """mergekit-yaml, then lm_eval on the items that chose."""
     document = quick(method, lambda_=0.1)
-    path, out = write(tmp_path, document), tmp_path / "out"
-    tvb(*words(path, out, "--limit", limit, "--grid", ",".join(map(str, values))))
+    path, out = written(tmp_path, document), tmp_path / "out"
+    grid = ",".join(map(str, values))
+    tvb(*words(path, out, "--limit", limit, "--grid", grid, "--write", tmp_path / "model"))
     samples = {name: part["chosen"] for name, part in chosen(out).items()}
     assert {file.name for file in out.iterdir()} == FILES
     rows = facts(out)["points"]
     assert [row["lambda"] for row in rows] == list(values)
-    listed = TaskManager(include_path=str(EVAL), include_defaults=False, metadata={"split": "val"})
     means = {}
     for row in rows:
         document["parameters"]["lambda"] = value = row["lambda"]
         made = merge(document, tmp_path / str(value)).folder
-        want = lm_eval.simple_evaluate(
-            model="hf", model_args=f"pretrained={made}", tasks=list(samples), batch_size=64,
-            device="cpu", task_manager=listed, samples=samples,
-        )["results"]  # fmt: skip
+        want = evaluated("hf", f"pretrained={made}", samples, "val")["results"]
         for name, found in row["tasks"].items():
             assert found["values"]["exact_match,none"] == want[name]["exact_match,none"]
             assert found["stderrs"]["exact_match,none"] == want[name]["exact_match_stderr,none"]
@@ -112,31 +115,28 @@ def test_points_are_what_separate_runs_give(method, values, limit, tmp_path):
         assert row["score"]["value"] == pytest.approx(means[value], abs=1e-12)
     best = max(means, key=lambda value: (round(means[value], 9), -value))
     assert facts(out)["best"]["lambda"] == best
+    assert_same(Result(tmp_path / "model"), Result(tmp_path / str(best)))
     text = (out / "tuned.yml").read_text()
     document["parameters"]["lambda"] = best
     assert yaml.safe_load(text) == document
-    assert "# Found by tvb tune." in text and f"{limit} of 100 validation items" in text
+    assert "# Found by tvb tune." in text and "--random-seed" not in text
+    assert f"{limit} of 100 validation items" in text
     picture = Image.open(out / "curve.png")
     assert picture.format == "PNG" and picture.size[0] > 500
     assert len(picture.convert("L").getcolors()) > 20
 
 
-@pytest.mark.parametrize("method", ["basis_ta", "dare_ties"])
-def test_merged_with_what_was_found(method, tmp_path, caplog):
-    """dare draws at random: it is merged point by point, with the seed in tuned.yml."""
-    path, out = write(tmp_path, quick(method, lambda_=0.1)), tmp_path / "out"
+def test_a_method_that_draws_at_random(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is merged point by point, with the seed in tuned.yml."""
+    path, out = written(tmp_path, quick("dare_ties", lambda_=0.1)), tmp_path / "out"
     path.write_text(textwrap.indent(path.read_text(), "  "))  # YAML too
     said = tvb(*words(path, out, "--limit", 2, "--grid", "0.2,0.4", "--write", tmp_path / "model"))
     assert "lambda" in said.stdout and str(out) in said.stdout and "Merged into" in said.stdout
     text = (out / "tuned.yml").read_text()
-    random = method == "dare_ties"
-    assert random == ("merge it with mergekit-yaml --random-seed 0" in text)
-    assert random == ("dare_ties draws at random and is not linear in lambda" in caplog.text)
-    seed = ["--random-seed", "0"] if random else []
-    want = merge(yaml.safe_load(text), tmp_path / "want", *seed).tensors
-    made = load(tmp_path / "model")
-    assert made.keys() == want.keys()
-    assert all(torch.equal(made[name], want[name]) for name in want)
+    assert "merge it with mergekit-yaml --random-seed 0" in text
+    assert "dare_ties draws at random and is not linear in lambda" in caplog.text
+    want = merge(yaml.safe_load(text), tmp_path / "want", "--random-seed", "0")
+    assert_same(Result(tmp_path / "model"), want)
 
 
 def test_a_kill_and_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_a_kill_and_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     Scores of another tuning are not taken.
     """
-    path = write(tmp_path, quick())
+    path = written(tmp_path, quick())
     more = ("--limit", 3, "--grid", "0:1:0.5")
     tvb(*words(path, tmp_path / "whole", *more))
     score, out = mock.Mock(wraps=harness.score), tmp_path / "out"
@@ -168,17 +168,17 @@ def test_a_kill_and_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert score.call_count == 6 - 3 and not (out / ".work").exists()
     for name in FILES - {"points.jsonl"}:
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
-    # all is there: no model is merged or loaded; the number that is searched is none
+    # fewer points, the same tuning: no model is merged or loaded; what is searched counts not
     score.reset_mock()
     monkeypatch.setattr(report, "can_draw", lambda: False)
     monkeypatch.setattr(MovingModel, "at", None)
-    write(tmp_path, quick(lambda_=0.9))
-    assert report.NO_PICTURE in tvb(*words(path, out, *more)).output
-    tvb(*words(path, out, "--limit", 3, "--grid", "0,1"))  # fewer points, the same tuning
+    written(tmp_path, quick(lambda_=0.9))
+    said = tvb(*words(path, out, "--limit", 3, "--grid", "0,1"))
+    assert report.NO_PICTURE in said.stderr
     assert not score.called and len(facts(out)["points"]) == 2
     said = refused(*words(path, out, "--limit", 2, "--grid", "0"))
     assert "holds scores of another tuning (tasks or their items differ)" in said
-    write(tmp_path, quick(exclude="lm_head"))
+    written(tmp_path, quick(exclude="lm_head"))
     assert "(recipe differ)" in refused(*words(path, out, *more))
     file.write_text("\n")
     assert "damaged, or not of `tvb tune`" in refused(*words(path, out, *more))
@@ -188,7 +188,7 @@ def test_a_kill_and_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_forgetting_one_task(tmp_path: Path) -> None:
     """The rule, on the scores of the file."""
     document = quick("basis_negate", num_bases=3, forget="upper", alpha=1.0, lambda_=0.35)
-    path, out = write(tmp_path, document), tmp_path / "out"
+    path, out = written(tmp_path, document), tmp_path / "out"
     controls = [f"--control=quickstart_{other}" for other in ("copy", "double")]
     tvb(*words(path, out, *controls, "--limit", 5, "--grid", "0:1:0.5", tasks="quickstart_upper"))
     found = facts(out)
@@ -200,7 +200,9 @@ def test_forgetting_one_task(tmp_path: Path) -> None:
     assert found["best"]["alpha"] == best
     assert yaml.safe_load((out / "tuned.yml").read_text())["parameters"]["alpha"] == best
     assert rows[best]["score"]["value"] < 0.5 < rows[0.0]["score"]["value"]
-    write(tmp_path, quick("basis_negate", num_bases=3, forget="upper", alpha=1.0))  # from the base
+    written(
+        tmp_path, quick("basis_negate", num_bases=3, forget="upper", alpha=1.0)
+    )  # from the base
     said = refused(*words(path, tmp_path / "base", "--control", "quickstart_sum", "--limit", 8,
                           tasks="quickstart_upper"))  # fmt: skip
     assert "the score is 0 at alpha 0 already: nothing to keep" in said
@@ -208,7 +210,7 @@ def test_forgetting_one_task(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_no_picture")
 def test_golden_section_of_shares_of_the_specialists(tmp_path: Path) -> None:
-    path, out = write(tmp_path, quick()), tmp_path / "out"
+    path, out = written(tmp_path, quick()), tmp_path / "out"
     results = {"results": {"quickstart_copy": {"exact_match,none": 0.5},
                            "quickstart_sum": {"exact_match,none": 0.8}}}  # fmt: skip
     (tmp_path / "results_1.json").write_text(json.dumps(results))
@@ -270,7 +272,7 @@ def test_which_items_choose(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     out = tmp_path / "out"
     names = ("tt_both", "tt_test", "tt_only")
     metrics = [f"--metric={name}:acc,none" for name in names] + ["--metric=tt_both:acc_norm,none"]
-    path = write(tmp_path, quick())
+    path = written(tmp_path, quick())
     tvb(*words(path, out, "--grid", "1", "--limit", 16, "--subsample", *metrics,
                tasks="tt_many", place=tasks))  # fmt: skip
     found = facts(out)
@@ -399,7 +401,7 @@ def test_a_mistake_is_one_line(case: str, tmp_path: Path) -> None:
     document, more, said = BAD[case]
     given = document.get("parameters", {}).items()
     parameters = {key: value for key, value in given if value is not None}
-    path = write(tmp_path, document | {"parameters": parameters})
+    path = written(tmp_path, document | {"parameters": parameters})
     assert said in refused(*words(path, tmp_path / "out", "--limit", 2, *more))
     assert not (tmp_path / "out" / "tune.json").exists()
 
@@ -408,7 +410,7 @@ def test_the_model_type_tvb(tmp_path: Path) -> None:
     """A task of a store, and routers, by lm-eval's own loader of models; beside the type `hf`."""
     base, store, out = QUICK / "models" / "base", tmp_path / "store", tmp_path / "out"
     folders = [QUICK / "models" / task for task in ("copy", "sum")]
-    path = write(tmp_path, recipe("basis_ta", base, folders, {}, basis="none"))
+    path = written(tmp_path, recipe("basis_ta", base, folders, {}, basis="none"))
     tvb("build", path, store, "--quiet")
     given = []
     for task in ("copy", "sum"):
@@ -424,11 +426,7 @@ def test_the_model_type_tvb(tmp_path: Path) -> None:
     save_file({k: v + 0.5 * ("router" in k) for k, v in routers.items()}, file, facts)
 
     def answers(model: Any, args: str = "") -> list[str]:
-        found = lm_eval.simple_evaluate(
-            model=model, model_args=f"{args},dtype=float32" if args else None, limit=8,
-            tasks=PAIR.split(","), batch_size=8, device="cpu",
-            task_manager=TaskManager(include_path=str(EVAL), include_defaults=False),
-        )  # fmt: skip
+        found = evaluated(model, f"{args},dtype=float32" if args else None)
         return [str(each["resps"]) for some in found["samples"].values() for each in some]
 
     task = answers("tvb", f"pretrained={base},store={store},task=sum")
@@ -448,7 +446,7 @@ def test_the_model_type_tvb(tmp_path: Path) -> None:
 def test_folders_tasks_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import psutil
 
-    path, sum_ = write(tmp_path, quick()), QUICK / "models" / "sum"
+    path, sum_ = written(tmp_path, quick()), QUICK / "models" / "sum"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("")
     out = tmp_path / "out"
@@ -488,19 +486,11 @@ def test_grids() -> None:
                                      ("basis_iso", "golden", 21, 4)):  # fmt: skip
         points = search.grid_points(search.default_grid(method, how))
         assert (len(points), points[-1]) == (count, last), method
-
-
-@pytest.mark.parametrize(
-    ("said", "texts"),
-    [
-        ("holds no point", ("", "1:0:0.1")),
-        ("the step must be positive", ("0:1:0",)),
-        ("expected START:STOP:STEP", ("0:inf:1", "0:1", "a,b", "0,nan")),
-        ("1,000,001 points", ("0:1:1e-6",)),
-    ],
-)
-def test_a_grid_that_is_none(said: str, texts: tuple[str, ...]) -> None:
-    for text in texts:
+    for said, text in (
+        ("holds no point", ""), ("holds no point", "1:0:0.1"),
+        ("the step must be positive", "0:1:0"), ("1,000,001 points", "0:1:1e-6"),
+        *(("expected START:STOP:STEP", text) for text in ("0:inf:1", "0:1", "a,b", "0,nan")),
+    ):  # fmt: skip
         with pytest.raises(UserError, match=said):
             search.grid_points(text)
 
