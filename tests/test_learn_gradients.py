@@ -335,7 +335,7 @@ def load_sparse(folder: Path) -> dict[str, Any]:
     return {name: held.tensor(name).double().numpy() for name in held.tensors}
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_drawn_examples_keep_to_the_mixture(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
@@ -354,7 +354,7 @@ def test_drawn_examples_keep_to_the_mixture(data: st.DataObject) -> None:
     assert found == drawn(weights, tasks, factor, "seed")
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.floats(0.01, 1))
 def test_the_largest_entries(values: list[int], density: float) -> None:
     every = torch.tensor(values).float()
