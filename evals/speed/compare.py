@@ -21,7 +21,6 @@ import models
 import yaml
 from tables import Row, render, summarize
 
-HERE = Path(__file__).parent
 PACKAGES = ("tvb-mergekit", "mergekit", "torch", "transformers", "safetensors", "numpy")
 
 
@@ -144,13 +143,6 @@ class Bench:
             self.start_up[kind] = row["wall_s"]
             self.rows.append({**about, "what": "start-up", "kind": kind, **row})
 
-    def read(self, about: Row, state: str) -> None:
-        command = [sys.executable, str(HERE / "read.py"), *map(str, self.files)]
-        row = self.measured(command, self.env, state)
-        told = json.loads((self.run_folder / "log").read_text().splitlines()[-1])
-        speed = self.input_bytes / told["seconds"] / 1e9
-        self.rows.append({**about, "what": "read", **row, **told, "gb_per_s": speed})
-
     def merge(self, about: Row, merge: Merge, state: str | None) -> Row:
         recipe, out = self.run_folder / "recipe.yml", self.run_folder / "out"
         recipe.write_text(merge.recipe(self.base, self.tasks))
@@ -165,9 +157,6 @@ class Bench:
             if merge.ours:
                 facts = json.loads((out / "basis" / "basis.json").read_text())
                 row |= {"phases": facts["seconds"], "gram_cached": facts["gram_cached"]}
-                if "gram" in facts["seconds"] and not facts["gram_cached"]:
-                    used = facts["num_parameters"] * 2 * (len(self.tasks) + 1)
-                    row["gram_gb_per_s"] = used / max(facts["seconds"]["gram"], 1e-9) / 1e9
         finally:
             shutil.rmtree(out, ignore_errors=True)
         return row
@@ -277,7 +266,6 @@ def main(only: tuple[str, ...], cache: str, work: Path, keep: bool, **settings: 
             tell("filling the Gram cache")
             bench.merge({}, PAIRS["cached"][0], None)
         for state in ["warm", "cold"] if cache == "both" else [cache]:
-            bench.read(about, state)
             for name in names:
                 bench.pair(about, name, state)
 

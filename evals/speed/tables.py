@@ -36,8 +36,7 @@ def summarize(rows: Sequence[Row]) -> Row:
     """Medians of each command, and ratios of the two runs of each pair."""
     counted = [row for row in rows if row["counted"]]
     merges = [row for row in counted if row["what"] == "merge"]
-    reads = {(row["round"], row["cache"]): row for row in counted if row["what"] == "read"}
-    medians, ratios, gram = [], [], []
+    medians, ratios = [], []
     for name, state in dict.fromkeys((row["pair"], row["cache"]) for row in merges):
         here = [row for row in merges if (row["pair"], row["cache"]) == (name, state)]
         a, b = here[::2], here[1::2]
@@ -56,20 +55,12 @@ def summarize(rows: Sequence[Row]) -> Row:
         for key in QUANTITIES:
             entry[key] = spread(ratio(x[key], y[key]) for x, y in zip(a, b, strict=True))
         ratios.append(entry)
-        both = [(row, reads.get((row["round"], state))) for row in a if "gram_gb_per_s" in row]
-        if both and all(read for _, read in both):
-            speeds = [(row["gram_gb_per_s"], read["gb_per_s"]) for row, read in both if read]
-            entry = {"pair": name, "cache": state}
-            entry["gram_gb_per_s"] = spread(x for x, _ in speeds)
-            entry["read_gb_per_s"] = spread(y for _, y in speeds)
-            entry["ratio"] = spread(x / y for x, y in speeds)
-            gram.append(entry)
     starts = [row for row in counted if row["what"] == "start-up"]
     start_up = {
         kind: spread(row["wall_s"] for row in starts if row["kind"] == kind)
         for kind in dict.fromkeys(row["kind"] for row in starts)
     }
-    return {"start_up_s": start_up, "medians": medians, "ratios": ratios, "gram": gram}
+    return {"start_up_s": start_up, "medians": medians, "ratios": ratios}
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 2) -> str:
@@ -123,11 +114,4 @@ def render(summary: Row, settings: Row) -> str:
         for row in timed
     ]
     parts.append(table(["pair", "page cache", "method", *phases], rows, 3))
-    if summary["gram"]:
-        parts.append("The Gram pass against a plain read of the same files, round by round.\n")
-        keys = ("gram_gb_per_s", "read_gb_per_s", "ratio")
-        rows = [
-            [r["pair"], r["cache"], *(between(r[key]) for key in keys)] for r in summary["gram"]
-        ]
-        parts.append(table(["pair", "page cache", "Gram, GB/s", "read, GB/s", "ratio"], rows))
     return "\n".join(parts)
