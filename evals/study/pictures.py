@@ -107,9 +107,14 @@ def by_size(
 
     Returns: the picture, or None if no row has several M.
     """
+
+    def sizes(records: list[Record]) -> list[int]:
+        return sorted({r["cell"].get(key) or 0 for r in records})
+
+    if all(len(sizes(records)) < 2 for rows in panels.values() for _, records in rows.values()):
+        return None
     across = min(columns, len(panels))
     down = -(-len(panels) // across)
-    several = False
     with styled():
         figure, every = page(down, across, 1 + 3.2 * down, sharex=not below, sharey=True)
         labels = below or ["M"] * len(panels)
@@ -118,11 +123,10 @@ def by_size(
             axes.tick_params(labelbottom=True)
             ticks = set[int]()
             for place, (name, (value, records)) in enumerate(rows.items()):
-                sizes = sorted({r["cell"].get(key) or 0 for r in records})
-                points = [(m, spread(map(value, having(records, **{key: m})))) for m in sizes if m]
-                if len(sizes) > 1:
-                    several = True
-                    ticks.update(sizes)
+                found = sizes(records)
+                points = [(m, spread(map(value, having(records, **{key: m})))) for m in found if m]
+                if len(found) > 1:
+                    ticks.update(found)
                     line(axes, look(place), points, name)
                 else:
                     level(axes, look(place), spread(map(value, records)), name)
@@ -132,7 +136,7 @@ def by_size(
         for axes in every[::across]:
             axes.set_ylabel(label)
         legend(figure, every, 4)
-        return svg(title(figure, text)) if several else None
+        return svg(title(figure, text))
 
 
 def title(figure: Figure, text: str) -> Figure:

@@ -380,7 +380,9 @@ def kept_picture(runs: Runs) -> bytes | None:
     """The share of each specialist's score that merges of all task vectors keep."""
     every = {ALL[how].title: runs.find("matrices", how=how, basis="none") for how in BARS}
     rows = {title: records for title, records in every.items() if records}
-    width = 0.8 / max(1, len(rows))
+    if not rows:
+        return None
+    width = 0.8 / len(rows)
     with pictures.styled():
         figure, (axes,) = pictures.page(1, 1, 4.2)
         for k, (title, records) in enumerate(rows.items()):
@@ -393,7 +395,7 @@ def kept_picture(runs: Runs) -> bytes | None:
         axes.set_ylabel("score over the specialist's")
         pictures.legend(figure, [axes])
         title = f"What each task keeps, lambda tuned ({runs.what})"
-        return pictures.svg(pictures.title(figure, title)) if rows else None
+        return pictures.svg(pictures.title(figure, title))
 
 
 def negation_picture(runs: Runs) -> bytes | None:
@@ -428,6 +430,8 @@ def bits_picture(runs: Runs) -> bytes | None:
         }
         families.setdefault(family.get(kind, title.partition(",")[0]), []).extend(records)
     families.pop("", None)
+    if not families:
+        return None
     with pictures.styled():
         figure, (axes,) = pictures.page(1, 1, 4.6)
         for k, (title, records) in enumerate(families.items()):
@@ -445,7 +449,7 @@ def bits_picture(runs: Runs) -> bytes | None:
         axes.minorticks_off()
         pictures.legend(figure, [axes], 3)
         title = f"Specialists against bytes ({runs.what})"
-        return pictures.svg(pictures.title(figure, title)) if families else None
+        return pictures.svg(pictures.title(figure, title))
 
 
 Pictures = dict[str, Callable[[Runs], bytes | None]]

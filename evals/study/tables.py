@@ -67,7 +67,7 @@ class Runs:
         tasks: normalized accuracies are means over them.
         unseen: tasks without a specialist.
         records: as they were measured.
-        each: the same, but one record for each merge of a cell of several.
+        each: kind -> the same, but one record for each merge of a cell of several.
         reference: training seed -> the result of its `reference` cell.
     """
 
@@ -78,14 +78,16 @@ class Runs:
         here = (r for r in records if (r["preset"], r["method"]) == (preset, method))
         last = {(_identity(r), r["train_seed"]): r for r in here}
         self.records = [last[key] for key in sorted(last)]
-        self.each = [part for record in self.records for part in _split(record)]
+        self.each: dict[str, list[Record]] = {}
+        for part in (part for record in self.records for part in _split(record)):
+            self.each.setdefault(part["cell"]["kind"], []).append(part)
         self.preset, self.method, self.what = preset, method, f"{preset}, {method}"
         self.tasks, self.unseen = tuple(tasks), tuple(unseen)
         self.reference = {r["train_seed"]: r["result"] for r in self.find("reference")}
 
     def find(self, kind: str, **wanted: Any) -> list[Record]:
         """The records whose cells have all wanted values."""
-        return having(self.each, kind=kind, **wanted)
+        return having(self.each.get(kind, []), **wanted)
 
     def having(self, kind: str, key: str, **wanted: Any) -> list[Any]:
         """The different values of a cell's key; None, for cells without one, comes last."""

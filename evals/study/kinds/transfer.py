@@ -42,8 +42,6 @@ def transfer(run: Run, cell: Cell) -> dict[str, Any]:
 
 
 def _vectors(run: Run, cell: Cell) -> list[Weights]:
-    if cell["basis"] in ("base", "finetune"):
-        return []
     if cell["basis"].startswith("none"):
         return [run.task_vector(task) for task in run.tasks]
     bases = built(run, cell)
