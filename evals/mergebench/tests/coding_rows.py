@@ -1,4 +1,4 @@
-"""A few items in the columns of HumanEval+, MBPP+ and CoNaLa, for tests."""
+"""A few items in those columns of HumanEval+, MBPP+ and CoNaLa that the tasks read."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,6 @@ from scripted import Row, stage
 
 HUMANEVAL: list[Row] = [
     {
-        "task_id": "HumanEval/0",
         "prompt": '\ndef add(a: int, b: int) -> int:\n    """The sum of a and b."""\n',
         "canonical_solution": "    return a + b\n",
         "entry_point": "add",
@@ -18,7 +17,6 @@ HUMANEVAL: list[Row] = [
         ),
     },
     {
-        "task_id": "HumanEval/1",
         "prompt": (
             'from typing import List\n\n\ndef longest(words: List[str]) -> str:\n    """'
             'The longest of the words.\n    >>> longest(["a", "bcd"])\n    \'bcd\'\n    """\n'
@@ -31,11 +29,8 @@ HUMANEVAL: list[Row] = [
 
 MBPP: list[Row] = [
     {
-        "task_id": 2,
         "code": "def double(n):\n    return 2 * n",
         "prompt": "Write a function to double a number.",
-        "source_file": "none",
-        "test_imports": [],
         "test_list": ["assert double(2) == 4", "assert double(0) == 0", "assert double(5) == 10"],
         # As in MBPP+: more inputs than `test_list` has; n * n and 2 ** n are right on its first.
         "test": (
@@ -45,11 +40,8 @@ MBPP: list[Row] = [
         ),
     },
     {
-        "task_id": 3,
         "code": "def vowels(text):\n    return sum(letter in 'aeiou' for letter in text)",
         "prompt": "Write a function to count the vowels of a text.",
-        "source_file": "none",
-        "test_imports": [],
         "test_list": ["assert vowels('tree') == 2"],
         "test": "assert vowels('tree') == 2\nassert vowels('') == 0\n",
     },
@@ -57,13 +49,11 @@ MBPP: list[Row] = [
 
 CONALA = [
     {
-        "question_id": 1,
         "intent": "how to sort a list?",
         "rewritten_intent": "sort list `x` in place ",
         "snippet": "x.sort()",
     },
     {
-        "question_id": 2,
         "intent": " read a file by lines",
         "rewritten_intent": None,
         "snippet": "lines = open('f').readlines()",

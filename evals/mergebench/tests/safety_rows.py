@@ -7,7 +7,9 @@ are what comes out, by hand.
 import csv
 import json
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -73,28 +75,17 @@ TASKS = {
     "mergebench_val_safety": VAL,
 }
 RESPONSES = {item.prompt: item.response for items in TASKS.values() for item in items}
-SCORES = {
-    "mergebench_wildguardtest": 2 / 4,
-    "mergebench_harmbench": 3 / 4,
-    "mergebench_do_anything_now": 3 / 5,
-    "mergebench_xstest": 2 / 6,
-    "mergebench_safety": (0.5 + 0.75 + 0.6 + 1 / 3) / 4,
-    "mergebench_val_safety": 2 / 3,
-}
-KEYWORD = {
-    "mergebench_wildguardtest": 3 / 4,
-    "mergebench_harmbench": 1 / 4,
-    "mergebench_do_anything_now": 2 / 5,
-    "mergebench_xstest": 3 / 6,
-}
-KEYWORD_MEAN = (0.75 + 0.25 + 0.4 + 0.5) / 4
-PARSE_ERRORS = {
-    "mergebench_wildguardtest": 1 / 4,
-    "mergebench_harmbench": 1 / 4,
-    "mergebench_do_anything_now": 1 / 5,
-    "mergebench_xstest": 1 / 6,
-    "mergebench_val_safety": 0.0,
-}
+TESTED = [*TASKS][:4]  # the group mergebench_safety
+
+
+def shares(of: Callable[[Item], bool], tasks: Iterable[str]) -> dict[str, float]:
+    return {task: fmean(map(of, TASKS[task])) for task in tasks}
+
+
+SCORES = shares(lambda item: item.right, TASKS)
+SCORES["mergebench_safety"] = fmean(SCORES[task] for task in TESTED)
+KEYWORD = shares(lambda item: item.by_phrase, TESTED)
+PARSE_ERRORS = shares(lambda item: item.judge.count("\n") != 3, TASKS)
 
 
 def stage_safety(home: Path) -> dict[str, str]:

@@ -10,6 +10,7 @@ them as they are; what chooses likes best the continuation that is an answer. Wi
 "" and nothing liked best.
 """
 
+import functools
 import importlib.util
 import itertools
 import json
@@ -22,7 +23,15 @@ from types import ModuleType
 from typing import Any
 
 MERGEBENCH = Path(__file__).resolve().parent.parent
-STOCK = ("ifeval", "gsm8k", "mmlu", "lambada", "okapi")  # folders of lm-eval's own tasks
+STOCK = (
+    "ifeval",
+    "gsm8k",
+    "lambada",
+    "mmlu/default",
+    "okapi/arc_multilingual",
+    "okapi/hellaswag_multilingual",
+    "okapi/mmlu_multilingual",
+)  # lm-eval's own tasks
 Row = dict[str, Any]
 
 
@@ -86,7 +95,10 @@ def namespaces() -> bool:
 
 
 def main() -> None:
+    import lm_eval.api.metrics
     import lm_eval.tasks
+    import lm_eval.utils
+    import torch.utils.collect_env
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import LM
@@ -129,6 +141,12 @@ def main() -> None:
         return whole(include_path=[include_path, *folders], include_defaults=False, **keys)
 
     lm_eval.tasks.TaskManager = few  # type: ignore[misc,assignment]
+    # Scores depend on none of these, which take a quarter of the time: 100,000 resamplings, a list
+    # of packages, a printed table, and a template that is compiled again for each item.
+    lm_eval.api.metrics.bootstrap_stderr = lambda *_, **__: 0.0
+    lm_eval.utils.make_table = lambda *_: ""
+    torch.utils.collect_env.get_pretty_env_info = str
+    lm_eval.utils.env.from_string = functools.cache(lm_eval.utils.env.from_string)  # type: ignore[method-assign]
     cli_evaluate()
 
 

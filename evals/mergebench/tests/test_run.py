@@ -4,22 +4,22 @@ The items' scores are worked out by hand, prompts and values are those of lm-eva
 `tvb score` tables the results.
 """
 
+import itertools
 import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 import time
 from fractions import Fraction
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from coding_rows import stage_coding
 from safety_rows import (
     KEYWORD,
-    KEYWORD_MEAN,
     PARSE_ERRORS,
     RESPONSES,
     SCORES,
@@ -27,7 +27,9 @@ from safety_rows import (
     stage_safety,
 )
 from scripted import MERGEBENCH, lm_eval, module, namespaces
-from text_rows import ANSWERS, LANGUAGES, MMLU_STEM, members, stage_text
+from text_rows import ANSWERS, LANGUAGES, MMLU_STEM, stage_text
+
+from tvb_mergekit.cli import commands
 
 PROMPTS = Path(__file__).with_name("prompts.md")
 CATEGORIES = ("instruction", "math", "multilingual", "coding", "safety")
@@ -41,7 +43,8 @@ STOCK = {
     **{f"mergebench_hellaswag_{language}": f"hellaswag_{language}" for language in LANGUAGES},
 }
 RIGHT = "\n    return a + b\n"
-ADD = {  # completion -> does it pass
+# completion -> does it pass; the first ones again where they are fewer than ten
+ADD = {
     RIGHT: True,
     "\n    return a - b\n": False,
     "": False,
@@ -49,15 +52,11 @@ ADD = {  # completion -> does it pass
     RIGHT + "\ndef broken(:\n": True,  # cut at a stop
     "\n    return a + b```\n": False,  # not a stop: no new line before it
     RIGHT + "\n```\nThis adds them.": True,
-    "\n    print('passed')\n    raise SystemExit(0)\n": False,
-    "\n    import os; os._exit(0)\n": False,
-    "\n    while True: pass\n": False,
 }
 LONGEST = {
     "\n    return max(words, key=len)": True,
     "\n    return words[1]<file_sep>x y z": True,
     "\n    return sorted(words)[1]\nprint(1 / 0)": True,
-    "\n    import builtins\n    builtins.AssertionError = ValueError\n    return ''": False,
     "\n    import sys\n    sys.modules.clear()\n    return ''": False,
     "\n    return sorted(words, key=len)[-1]\n@wraps\n": True,
     "\n    return words[-1]": False,
@@ -69,9 +68,6 @@ DOUBLE = {
     "def double(n):\n    return 2 * n\n": True,
     "def double(n):\n    return n * n\n": False,  # only the "+" tests notice
     "def double(n):\n    return 2 ** n\n": False,
-    "import os\nos.fork()\nos._exit(0)\n": False,
-    "x = bytearray(100 * 2**30)\ndef double(n):\n    return 2 * n\n": False,
-    "open('/etc/mergebench-test', 'w')\ndef double(n):\n    return 2 * n\n": False,
     "open('mine', 'w').write('!')\ndef double(n):\n    return 2 * n\n": True,
     "def double(n):\n    return n + n\nassert double(3) == 7\n": True,
     'def double(n):\n    return n + n\n"""': True,
@@ -82,7 +78,8 @@ CODE = [
     ("mergebench_humaneval_plus", 1, "The longest", LONGEST),
     ("mergebench_mbpp_plus", 0, "double a number", DOUBLE),
 ]
-ISOLATED = namespaces()  # else only the first answers are run, which are harmless
+ISOLATED = namespaces()
+PROGRAMS = 10 if ISOLATED else 1  # of an item that differ: the first one is harmless
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +87,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home")
     stage_text(home)
     stage_coding(home)
-    said = {text: list(found)[: 10 if ISOLATED else 1] for _, _, text, found in CODE}
+    said = {text: list(found)[:PROGRAMS] for _, _, text, found in CODE}
     said |= {"vowels": ["def vowels(text):\n    return 2"], "by lines": ["open('f').read()"]}
     said |= {"sort list": [" x.sort()\n\nInstruction:"]}
     groups = ("mergebench", "mergebench_val", "mergebench_safety_keyword", *STOCK.values())
@@ -98,8 +95,8 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         home, RESPONSES | said | ANSWERS, "--tasks", ",".join(groups),
         "--include_path", MERGEBENCH.parent, "--confirm_run_unsafe_code",
         "--output_path", home / "out", "--log_samples",
-        MERGEBENCH_CODE_SECONDS="2", HF_TOKEN="hf_secret",
-        MERGEBENCH_UNSAFE_NO_SANDBOX="0" if ISOLATED else "1", **stage_safety(home),
+        HF_TOKEN="hf_secret", MERGEBENCH_UNSAFE_NO_SANDBOX="0" if ISOLATED else "1",
+        **stage_safety(home),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return home / "out"
@@ -121,8 +118,8 @@ def samples(out: Path, task: str) -> list[dict[str, Any]]:
 
 
 def passing(verdicts: dict[str, bool]) -> float:
-    run = list(verdicts.values())[: 10 if ISOLATED else 1]
-    return sum(run) / len(run)
+    every = itertools.cycle([*verdicts.values()][:PROGRAMS])
+    return sum(itertools.islice(every, 10)) / 10
 
 
 def test_scores_are_those_computed_by_hand(found: Any) -> None:
@@ -189,7 +186,7 @@ def test_scores_by_keywords_are_under_another_name(found: Any) -> None:
         assert not [key for key in results[f"{task}_keyword"] if key.endswith(",none")]
         assert "parse_error,keyword" not in results[task]
     group = results["mergebench_safety_keyword"]
-    assert group["score,keyword"] == pytest.approx(KEYWORD_MEAN)
+    assert group["score,keyword"] == pytest.approx(fmean(KEYWORD.values()))
     assert "score,none" not in group and "score,keyword" not in results["mergebench_safety"]
 
 
@@ -205,19 +202,18 @@ def test_each_safety_item_is_judged_as_by_hand(out: Path) -> None:
 @pytest.mark.parametrize(("task", "row", "text", "expected"), CODE)
 def test_each_of_ten_programs_is_judged(out, task, row, text, expected):
     (verdicts,) = samples(out, task)[row]["filtered_resps"]
-    passed = [verdict == "passed" for verdict in verdicts]
-    assert dict(zip(expected, passed, strict=True)) == expected
-    assert not Path("/etc/mergebench-test").exists()
+    assert len(verdicts) == 10
+    for program, verdict in zip(itertools.cycle(expected), verdicts, strict=False):
+        assert (verdict == "passed") is expected[program], program
 
 
 def test_the_table_of_these_results(out: Path, found: Any, tmp_path: Path) -> None:
     """The specialists' column from the same file: the model's normalized accuracy is 100. And each
     task has samples that can be paired, with those of a second model that is the same."""
-    tvb = [str(Path(sys.executable).with_name("tvb")), "score", "--benchmark", "mergebench"]
-    files = ["--out", str(tmp_path), "--radar", "none", "--specialist", str(out)]
-    files += [f"merged={out}", f"other={shutil.copytree(out, tmp_path / 'other')}"]
-    done = subprocess.run([*tvb, *files], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    words = ["score", "--benchmark", "mergebench", "--radar", "none", "--specialist", str(out)]
+    words += [f"merged={out}", f"other={shutil.copytree(out, tmp_path / 'other')}"]
+    done = CliRunner().invoke(commands.main, [*words, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
     scores = json.loads((tmp_path / "scores.json").read_text())
     (pair,) = scores["pairs"]
     assert pair["tasks"].keys() == scores["columns"][1]["tasks"].keys()
@@ -293,8 +289,9 @@ def shown(name: str, shots: int, sample: dict[str, Any]) -> str:
 
 
 def test_prompts_are_those_of_the_file(out: Path, found: Any) -> None:
-    names = [name for part in members("mergebench") for name in members(part)]
-    names += members("mergebench_val")
+    members = found["group_subtasks"]
+    names = [name for part in members["mergebench"] for name in members[part]]
+    names += members["mergebench_val"]
     said = [shown(name, found["n-shot"][name], samples(out, name)[0]) for name in names]
     text = "\n".join([HEAD, *said])
     if os.environ.get("UPDATE_GOLDEN"):

@@ -38,19 +38,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def refused(call: Callable[[], Any]) -> str:
+def refused(call: Callable[..., Any], *given: Any) -> str:
     with pytest.raises(SystemExit) as ended:
-        call()
+        call(*given)
     line = ended.value.code
     assert isinstance(line, str) and "\n" not in line
     return line
 
 
 NOTHING = datasets.Dataset.from_dict({})
-
-
-def ended_by(wildguard: ModuleType) -> str:
-    return refused(lambda: wildguard.ready(NOTHING))
 
 
 # ------------------------------------------------------------------------- verdicts and their worth
@@ -110,10 +106,9 @@ def test_what_a_verdict_is_worth() -> None:
 
 def told(part: int, sign: str) -> tuple[int, int]:
     """How many of our refusals or answers are taken for refusals, and of how many."""
-    lines = (
-        Path(__file__).with_name("refusals.txt").read_text().split("# held out")[part].split("\n")
-    )
-    texts = [line[2:].replace("\\n", "\n") for line in lines if line.startswith(f"{sign} ")]
+    text = Path(__file__).with_name("refusals.txt").read_text().split("# held out")[part]
+    lines = (line for line in text.split("\n") if line.startswith(f"{sign} "))
+    texts = [line[2:].replace("\\n", "\n") for line in lines]
     return sum(map(phrases.is_refusal, texts)), len(texts)
 
 
@@ -126,11 +121,8 @@ def test_how_many_refusals_are_told_by_their_phrases() -> None:
 
 def test_the_filter_of_the_phrases() -> None:
     # of several processes, lm-eval asks the last item of a short one again and again: one counts
-    responses = [["Sorry."], ["Sure.", "Sure.", "I cannot."]]
-    assert phrases.judge(responses, [{}, {}]) == [
-        {"refusal": True, "harmful": False},
-        {"refusal": False, "harmful": True},
-    ]
+    found = phrases.judge([["Sorry."], ["Sure.", "Sure.", "I cannot."]], [{}, {}])
+    assert found == [{"refusal": no, "harmful": not no} for no in (True, False)]
 
 
 # --------------------------------------------------------------------------------- asking the judge
@@ -207,7 +199,7 @@ def test_a_folder_that_is_not_a_whole_judge(wildguard, tiny, tmp_path, name, con
     if content is not None:
         whole = (judge / WEIGHTS).read_bytes()
         (judge / name).write_bytes(whole[:-1] if content == b"cut" else content)
-    line = ended_by(wildguard)
+    line = refused(wildguard.ready, NOTHING)
     assert line.startswith(f"MERGEBENCH_JUDGE={judge} cannot be loaded ({name}: ")
     assert line.endswith("expected config.json, a tokenizer and all weights as safetensors")
 
@@ -242,7 +234,7 @@ def test_settings_and_judges_that_cannot_be(wildguard, monkeypatch, variable, va
     monkeypatch.setenv(f"MERGEBENCH_JUDGE{variable}", value)
     monkeypatch.setattr(wildguard, "auth_check", mock.Mock(side_effect=error))
     expected = f"MERGEBENCH_JUDGE{variable}{line}" if line[0] == "=" else line
-    assert ended_by(wildguard).startswith(expected)
+    assert refused(wildguard.ready, NOTHING).startswith(expected)
 
 
 # ----------------------------------------------------------------------------------------- the data

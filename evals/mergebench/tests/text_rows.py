@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-import yaml
-from scripted import MERGEBENCH, Row, module, stage
+from scripted import Row, module, stage
 
 LANGUAGES = ("fr", "de", "es", "ru")
 LETTERS = "ABCD"
@@ -215,25 +214,3 @@ def stage_punkt(home: Path) -> None:
     folder.mkdir(parents=True)
     for name in ("collocations.tab", "sent_starters.txt", "abbrev_types.txt", "ortho_context.tab"):
         (folder / name).touch()
-
-
-def members(group: str) -> list[str]:
-    (found,) = (
-        config["task"]
-        for config in map(_plain, MERGEBENCH.rglob("*.yaml"))
-        if config.get("group") == group
-    )
-    assert isinstance(found, list)
-    return found
-
-
-class _Loader(yaml.SafeLoader):
-    """Takes `!function name` as text."""
-
-
-_Loader.add_constructor("!function", lambda _, node: node.value)
-
-
-def _plain(path: Path) -> Row:
-    config: Row = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    return config
