@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,11 +159,6 @@ def score(
     docs = [doc for task in tasks for doc in data.read(folder, task, split)]
     device = next(model.parameters()).device
     return means(ask(model, tokenizer, pack(tokenizer, docs, device)))
-
-
-def mean(scores: Mapping[str, float], tasks: Iterable[str] = tuple(data.TASKS)) -> float:
-    values = [scores[task] for task in tasks]
-    return sum(values) / len(values)
 
 
 @click.command(epilog="Example: python evals/mini/score.py mini-runs/tiny-seed0 ./merged")

@@ -3,17 +3,21 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from statistics import fmean
 
+import mini.train
 import pytest
 import yaml
+from mini import data
 from transformers import AutoTokenizer
 
 BIN = Path(sys.executable).parent
+MINI = Path(mini.train.__file__).parent
 
 
 # ------------------------------------------------------------------------------------------- items
@@ -31,7 +35,7 @@ def english(lexicon: dict[str, dict[str, str]]) -> dict[str, str]:
     return {foreign: word for words in lexicon.values() for word, foreign in words.items()}
 
 
-def solve(data: ModuleType, task: str, prompt: str) -> str:
+def solve(task: str, prompt: str) -> str:
     """The right answer, found another way than where the items come from."""
     _, *words = prompt.removesuffix(" =").split()
     match task:
@@ -72,31 +76,30 @@ def solve(data: ModuleType, task: str, prompt: str) -> str:
     raise AssertionError(task)
 
 
-def test_items_are_right_and_wrong_answers_wrong(mini: SimpleNamespace) -> None:
-    data, rng = mini.data, random.Random(1)
+def test_items_are_right_and_wrong_answers_wrong() -> None:
+    rng = random.Random(1)
     for task in data.ALL:
         for split in data.SPLITS:
-            docs = data.held_out(task, split, 40)
-            assert docs == data.held_out(task, split, 40)
+            docs = data.held_out(task, split, 20)
+            assert docs[:5] == data.held_out(task, split, 5)
             for doc in docs:
-                assert doc["answer"] == solve(data, task, doc["prompt"])
+                assert doc["answer"] == solve(task, doc["prompt"])
                 assert data.correct(doc, doc["answer"])
                 assert not data.correct(doc, f"{doc['answer']} no")
-        for _ in range(200):
+        for _ in range(100):
             item = data.draw(task, "train", rng)
             doc = {"task": task, "prompt": item.prompt, "answer": item.answer}
             assert not data.correct(doc, item.wrong)
             assert max(len(text.split()) for text in (item.answer, item.wrong)) < 8
 
 
-def test_splits_are_disjoint_in_any_order_and_language(mini: SimpleNamespace) -> None:
-    data = mini.data
+def test_splits_are_disjoint_in_any_order_and_language() -> None:
     back = english(data.LEXICON)
     translations: dict[frozenset[str], str] = {}
     for task in data.ALL:
         found: dict[str, str] = {}
         for split in data.SPLITS:
-            for doc in data.held_out(task, split, 500):
+            for doc in data.held_out(task, split, 150):
                 assert found.setdefault(doc["prompt"], split) == split
                 if task in ("multilingual_from", "multilingual_into", "unseen_between"):
                     words = doc["prompt"].removesuffix(" =").split(" : ")[1].split()
@@ -104,8 +107,7 @@ def test_splits_are_disjoint_in_any_order_and_language(mini: SimpleNamespace) ->
                     assert translations.setdefault(phrase, split) == split
 
 
-def test_expressions_are_walked_not_run(mini: SimpleNamespace) -> None:
-    data = mini.data
+def test_expressions_are_walked_not_run() -> None:
     assert data.evaluate("[ x * 2 for x in ( 3 , 5 ) ]") == [6, 10]
     assert data.evaluate("( 3 , [ 7 , ( 2 , 4 ) ] )") == (3, [7, (2, 4)])
     bad = ["", "( 3", "__import__('os')", "[ y for x in ( 3 , 5 ) ]", "3 + 4", "True", "x",
@@ -126,21 +128,20 @@ def weights(run: Path) -> dict[str, bytes]:
     return {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("*.safetensors")}
 
 
-def test_what_is_finished_is_not_trained_again(mini: SimpleNamespace, tmp_path: Path) -> None:
+def test_what_is_finished_is_not_trained_again(tmp_path, monkeypatch):
     train = mini.train
+    monkeypatch.setattr(data, "TASKS", {t: data.TASKS[t] for t in ("math_add", "math_largest")})
     folder, _ = train.train_run("micro", "full", 3, tmp_path, "cpu")
     before = weights(folder)
     times = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
     lost = folder / "full" / "math_add"
-    for path in lost.iterdir():
-        path.unlink()
-    lost.rmdir()
+    shutil.rmtree(lost)
     (lost.parent / "math_add.partial").mkdir()  # what an interruption leaves
     train.train_run("micro", "full", 3, tmp_path, "cpu")
     assert weights(folder) == before  # the same seed gives the same weights
     assert not list(folder.rglob("*.partial"))
-    kept = [path for path in times if lost not in path.parents]
-    assert all(path.stat().st_mtime_ns == times[path] for path in kept)
+    kept = {path: path.stat().st_mtime_ns for path in times if lost not in path.parents}
+    assert kept and kept.items() <= times.items()
 
     facts = json.loads((folder / "run.json").read_text())
     facts["tasks"] = "other tasks"
@@ -152,9 +153,8 @@ def test_what_is_finished_is_not_trained_again(mini: SimpleNamespace, tmp_path: 
 # ----------------------------------------------------------------------------------------- scoring
 
 
-def test_yamls_name_all_tasks(mini: SimpleNamespace) -> None:
-    data = mini.data
-    read = {path.stem: path.read_text() for path in (mini.path / "tasks").glob("*.yaml")}
+def test_yamls_name_all_tasks() -> None:
+    read = {path.stem: path.read_text() for path in (MINI / "tasks").glob("*.yaml")}
     for task in data.ALL:
         config = yaml.safe_load(read[task])
         assert config["task"] == f"mini_{task}" and config["dataset_kwargs"] == {"task": task}
@@ -168,9 +168,9 @@ def test_yamls_name_all_tasks(mini: SimpleNamespace) -> None:
 
 
 @pytest.mark.slow
-def test_score_is_what_lm_eval_measures(mini: SimpleNamespace, tmp_path: Path) -> None:
+def test_score_is_what_lm_eval_measures(tmp_path: Path) -> None:
     """On a model that has learned a little, so that the numbers are not all 0."""
-    model, score, data = mini.model, mini.score, mini.data
+    model, score = mini.model, mini.score
     preset = replace(model.PRESETS["tiny"], hidden=32, layers=2, base=model.Steps(400, 32, 1e-2))
     train = mini.train
     with pytest.MonkeyPatch.context() as patch:
@@ -183,7 +183,7 @@ def test_score_is_what_lm_eval_measures(mini: SimpleNamespace, tmp_path: Path) -
         done = subprocess.run(
             [str(BIN / "lm_eval"), "--model", "hf",
              "--model_args", f"pretrained={run / 'base'},dtype=float32",
-             "--tasks", "mini,mini_unseen", "--include_path", str(mini.path / "tasks"),
+             "--tasks", "mini,mini_unseen", "--include_path", str(MINI / "tasks"),
              "--metadata", json.dumps({"split": split}), "--batch_size", "64",
              "--device", "cpu", "--output_path", str(tmp_path / f"{split}.json")],
             cwd=tmp_path, capture_output=True, text=True, timeout=600,
@@ -194,5 +194,6 @@ def test_score_is_what_lm_eval_measures(mini: SimpleNamespace, tmp_path: Path) -
         results = json.loads(file.read_text())
         theirs = {task: results["results"][f"mini_{task}"]["score,none"] for task in data.ALL}
         assert ours == pytest.approx(theirs)
-        assert results["groups"]["mini"]["score,none"] == pytest.approx(score.mean(theirs))
+        mean = fmean(theirs[task] for task in data.TASKS)
+        assert results["groups"]["mini"]["score,none"] == pytest.approx(mean)
         assert max(ours.values()) > 0.1

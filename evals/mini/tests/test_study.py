@@ -1,18 +1,19 @@
 """evals/mini/study.py: every part on `micro`, `tiny` as typed (slow), cells and controls."""
 
-import importlib
 import json
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import mini.study
 import pytest
+import study.kinds
 import torch
 from click.testing import CliRunner
+from study.cells import Source, fingerprint, works
 
 import tvb_mergekit
 
@@ -22,54 +23,69 @@ EMBEDDING = "model.embed_tokens.weight"
 SHOTS = 4
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Models that learned nothing, for statements that hold for any weights."""
+    folder, _ = mini.train.train_run("micro", "full", 0, tmp_path_factory.mktemp("micro"), "cpu")
+    return mini.runs.Run(folder, "full")
+
+
 def times(out: Path) -> dict[Path, int]:
     return {file: file.stat().st_mtime_ns for file in out.glob("*/cells/*/*.json")}
 
 
 @pytest.mark.filterwarnings("ignore:.*gets no bits beside larger vectors")
-def test_the_study(mini: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every part, on a few cells of each: done once, resumed, and all tables."""
-    few = {"BASES": ("ae_adam_5",), "AT_T": (), "MATRICES": ("balanced",), "LEARNED": ("pca",),
-           "SPANS": ("pca",), "ZOOS": (2,), "STORED": ("balanced_5",), "OTHERS": ("tvq_2",),
-           "SINGLE": ("opcm",)}  # fmt: skip
+def test_the_study(few_steps, monkeypatch, tmp_path):
+    """Every part, on four tasks and a few cells of each: done once, resumed, and all tables."""
+    tasks = {name: mini.data.TASKS[name] for name in [*mini.data.TASKS][1:8:2]}
+    monkeypatch.setattr(mini.data, "TASKS", tasks)
+    few = {"T": 4, "HALF": 2, "BASES": ("ae_adam_5",), "AT_T": (), "MATRICES": ("balanced",),
+           "LEARNED": ("pca",), "SPANS": ("pca",), "ZOOS": (2,), "STORED": ("balanced_2",),
+           "OTHERS": ("tvq_2",), "SINGLE": ("opcm",)}  # fmt: skip
     for name, value in few.items():
         monkeypatch.setattr(mini.plan, name, value)
-    autoencoder: Any = importlib.import_module("tvb_mergekit.core.encoders.autoencoder")
-    train, ways = autoencoder._train, mini.kinds.learned.WAYS
-    monkeypatch.setattr(autoencoder, "_train", lambda gram, count, settings: train(
-        gram, count, settings.model_copy(update={"steps": 20})))  # fmt: skip
-    monkeypatch.setattr(mini.kinds.learned, "WAYS", {how: ways[how] for how in ("ta", "regmean")})
-    monkeypatch.setattr(mini.kinds.negation, "GRID", mini.kinds.negation.GRID[::5])
+    size = mini.plan.Plan((2,), 8, 8, 1, (2,), (2,), 1, (4,), 4)
+    monkeypatch.setitem(mini.plan.PLANS, "micro", size)
+    ways = study.kinds.learned.WAYS
+    monkeypatch.setattr(study.kinds.learned, "WAYS", {how: ways[how] for how in ("ta", "regmean")})
+    monkeypatch.setattr(study.kinds.negation, "GRID", study.kinds.negation.GRID[::5])
 
-    def study(*more: str, code: int = 0) -> str:
+    def command(*more: str, code: int = 0) -> str:
         words = ["--preset", "micro", "--out", str(tmp_path), "--device", "cpu", *more]
         done = CliRunner().invoke(mini.study.main, words)
         assert done.exit_code == code, done.output
         return str(done.output if code else done.stdout)
 
-    assert "has no results of micro" in study("--as-is", code=1)
-    report = [Path(line) for line in study().splitlines()]
+    assert "has no results of micro" in command("--as-is", code=1)
+    report = [Path(line) for line in command().splitlines()]
     assert {*report} == {*(tmp_path / "report-micro").iterdir()}
     tables = report[-1].read_text()
     for title in ("specialist", "Addition, TIES", "WUDI", "RegMean", "2 bits", "TVQ, 2 bits",
                   "OPCM", "gradient ascent", "no budget", "pca, made orthogonal"):  # fmt: skip
         assert title in tables, title
     shipped = json.loads(report[0].read_text())["cells"]
-    assert {r["cell"]["kind"] for r in shipped} == mini.kinds.KINDS.keys() - {"theirs", "theory"}
-    assert " 0 of " in study("--bill") and ", unknown time" not in study("--bill")
+    assert {r["cell"]["kind"] for r in shipped} == study.kinds.KINDS.keys() - {"theirs", "theory"}
+    learned = [(r["cell"], r["result"]) for r in shipped if r["cell"]["kind"] == "learned"]
+    for cell, result in learned:
+        items = cell["num_bases"] * SHOTS  # half of the bases have half of the examples
+        passes = items * (19 if cell["how"] == "ta" else 1)  # one for each lambda
+        assert result["items"] == items and result["lambda"] >= 0.04
+        assert result["passes"] == {"forward": passes, "backward": 0}
+    assert {cell["num_bases"] for cell, _ in learned} == {2, 3, 4}
+    assert " 0 of " in command("--bill") and ", unknown time" not in command("--bill")
     before = times(tmp_path)
     other, picked = (file for file in sorted(before)
                      if file.name.startswith(("online-continual_ta", "online-magmax")))  # fmt: skip
     result = json.loads(picked.read_text())["result"]
     for file in (picked, other):
         file.unlink()
-    study("--part", "online", "--only", "online-magmax-*")
+    command("--part", "online", "--only", "online-magmax-*")
     assert picked.exists() and not other.exists()
-    study("--part", "online")
+    command("--part", "online")
     after = times(tmp_path)
     assert {file for file in after if after[file] != before.get(file)} == {picked, other}
     assert json.loads(picked.read_text())["result"] == result
-    study("--as-is")
+    command("--as-is")
     assert report[-1].read_text() == tables and times(tmp_path) == after
 
 
@@ -78,9 +94,9 @@ def average(scores: dict[str, float]) -> float:
 
 
 @pytest.mark.slow
-def test_tiny_models_learn_what_merges_lose(mini: SimpleNamespace, tmp_path: Path) -> None:
+def test_tiny_models_learn_what_merges_lose(tmp_path: Path) -> None:
     """Specialists can do their task, the base cannot, and a forgotten task is forgotten."""
-    command = [sys.executable, str(mini.path / "study.py"), "--part", "negation", "--device", "cpu"]
+    command = [sys.executable, mini.study.__file__, "--part", "negation", "--device", "cpu"]
     done = subprocess.run([*command, "--out", "out"], env=ENV, cwd=tmp_path, capture_output=True,
                           text=True, timeout=1500)  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
@@ -103,10 +119,8 @@ def test_tiny_models_learn_what_merges_lose(mini: SimpleNamespace, tmp_path: Pat
         assert fallen > max(0.0, scores["control_before"] - scores["control"]), task
 
 
-def test_results_are_of_one_definition(mini: SimpleNamespace, tmp_path: Path) -> None:
+def test_results_are_of_one_definition(tmp_path: Path) -> None:
     """Another cell, other weights: another file."""
-    from study.cells import Source, fingerprint, works
-
     cell = mini.plan.reference(mini.plan.PLANS["micro"])[1]
     cells = [cell, cell | {"items": 11}, cell | {"seed": 1}]
     prints = set()
@@ -117,7 +131,7 @@ def test_results_are_of_one_definition(mini: SimpleNamespace, tmp_path: Path) ->
         work.file
         for models in prints
         for source in [Source(dict, (), tmp_path, models, "cpu", ("micro", "full", 0))]
-        for work in works(source, cells, mini.kinds.KINDS)
+        for work in works(source, cells, study.kinds.KINDS)
     }
     assert len(files) == 6
 
@@ -126,10 +140,10 @@ def mean_of(run: Any, name: str) -> torch.Tensor:
     return torch.stack([run.task_vector(task)[name] for task in run.tasks]).mean(0)
 
 
-def test_directions(mini: SimpleNamespace, run: Any) -> None:
-    direction = mini.kinds.matrices.direction
+def test_directions(run: Any) -> None:
+    direction = study.kinds.matrices.direction
     every = tvb_mergekit.build(run.base, run.models, basis="none")
-    of = {how: direction(run, every, how) for how in mini.kinds.matrices.ALL}
+    of = {how: direction(run, every, how) for how in study.kinds.matrices.ALL}
     total = 10 * mean_of(run, UP)
     assert torch.allclose(of["ta"][UP], total, atol=1e-6)
     assert torch.equal(of["ta_matrices"][UP], of["ta"][UP])
@@ -145,27 +159,11 @@ def test_directions(mini: SimpleNamespace, run: Any) -> None:
         assert torch.allclose(of[how][EMBEDDING], mean_of(run, EMBEDDING), atol=1e-6)
 
 
-def test_examples_are_those_of_the_training(mini, run, tmp_path):
-    files = mini.kinds.learned.Data(run, tmp_path, SHOTS)
+def test_examples_are_those_of_the_training(run, tmp_path):
+    files = study.kinds.learned.Data(run, tmp_path, SHOTS)
     assert len(files.drawn(1.0)) == 10 * SHOTS and len(files.drawn(0.5)) == 5 * SHOTS
     doc = run.items("math_add", "validation")[0]
     (trained,) = mini.model.batches(run.tokenizer, iter([(doc["prompt"], doc["answer"])]), 1)
     written = json.loads((tmp_path / "math_add.jsonl").read_text().splitlines()[0])
     ids = run.tokenizer(written["prompt"] + written["response"])["input_ids"]
     assert ids == trained["input_ids"][0].tolist()
-
-
-def test_cells_of_methods(mini: SimpleNamespace, run: Any) -> None:
-    """Half of the bases have half of the examples, and pca a mixture that is not its encoder."""
-    wanted = mini.plan.parts(mini.plan.PLANS["micro"], 1.0, 0)["learned"]
-
-    def measured(how: str, label: str, count: int) -> Any:
-        (cell,) = (c for c in wanted
-                   if (c["how"], c["basis"], c["num_bases"]) == (how, label, count))  # fmt: skip
-        return mini.kinds.learned.measure(run, cell)
-
-    for label, count in (("none", 10), ("pca", 5)):
-        found = measured("regmean", label, count)
-        assert found["passes"]["forward"] == found["items"] == count * SHOTS
-    ta = measured("ta", "balanced", 5)
-    assert ta["passes"] == {"forward": 19 * 5 * SHOTS, "backward": 0} and 0.04 <= ta["lambda"]

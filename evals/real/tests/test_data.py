@@ -11,12 +11,13 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import get_data
 import pytest
 import yaml
 from click.testing import CliRunner
+from real import tasks
 
-EVALS = Path(__file__).resolve().parents[2]
-SMOLLM2 = EVALS.parent / "recipes/smollm2"
+SMOLLM2 = Path(get_data.__file__).parent
 call = CliRunner().invoke
 FILES = {
     "trec": {
@@ -40,14 +41,7 @@ ITEMS = {
 
 
 @pytest.fixture
-def get_data(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(SMOLLM2)
-    monkeypatch.syspath_prepend(EVALS)
-    return importlib.import_module("get_data")
-
-
-@pytest.fixture
-def small(get_data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The command with a table of FILES, which stand in `given` and in `web`."""
     table = {}
     for name, files in FILES.items():
@@ -114,8 +108,8 @@ def test_downloads_resume(small: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     assert os.listdir(out) == ["trec"]
 
 
-def test_the_table_has_the_sets_of_the_benchmark(get_data: Any) -> None:
-    tasks, table = importlib.import_module("real.tasks"), yaml.safe_load(get_data.TABLE.read_text())
+def test_the_table_has_the_sets_of_the_benchmark() -> None:
+    table = yaml.safe_load(get_data.TABLE.read_text())
     assert list(get_data.SETS) == list(table) == [*tasks.TASKS, *tasks.OUTSIDE]
 
 

@@ -1,42 +1,21 @@
 """The benchmarks of evals/speed run on tiny models and write what they promise."""
 
-import importlib.util
 import json
 import math
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
+import models
 import pytest
+import scaling
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmarks need Linux")
-SPEED = Path(__file__).resolve().parent.parent
-
-
-def run(script: str, *words: str | Path | float) -> str:
-    command = [sys.executable, str(SPEED / script), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def module(name: str) -> ModuleType:
-    """A script imported afresh, under a name that no other package has."""
-    spec = importlib.util.spec_from_file_location(f"speed_{name}", SPEED / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = loaded
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
-# -------------------------------------------------------------------------------------- the models
+SPEED = Path(models.__file__).parent
 
 
 def test_models_come_from_the_seed_and_are_written_once(tmp_path: Path) -> None:
-    models = module("models")
     for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
         models.generate(tmp_path / folder, 2, 2, seed)
     file = tmp_path / "a" / "task-1" / "model.safetensors"
@@ -55,20 +34,20 @@ def test_models_come_from_the_seed_and_are_written_once(tmp_path: Path) -> None:
         assert size == pytest.approx(megabytes, rel=0.05)
 
 
-# ------------------------------------------------------------------------------- whole comparisons
-
-
 @pytest.mark.slow
 def test_a_whole_comparison(tmp_path: Path) -> None:
     options = "--tasks 2 --megabytes 2 --rounds 1 --warm-up 0 --threads 1 --only addition --keep"
-    shown = run("compare.py", *options.split(), "--work", tmp_path)
+    command = [sys.executable, SPEED / "compare.py", *options.split(), "--work", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown = done.stdout
     result = json.loads((tmp_path / "results.json").read_text())
     size = result["settings"]["input_bytes"]
     assert 5e6 < size < 7e6 and result["machine"]["cores"] >= 1
     runs = [run for run in result["runs"] if run["what"] != "start-up"]
-    kinds = [(run["cache"], run.get("method", run["what"])) for run in runs]
-    whats = ("read", "basis_ta", "task_arithmetic")
-    assert kinds == [(state, what) for state in ("warm", "cold") for what in whats]
+    kinds = [(run["cache"], run["method"]) for run in runs]
+    methods = ("basis_ta", "task_arithmetic")
+    assert kinds == [(state, method) for state in ("warm", "cold") for method in methods]
     for child in result["runs"]:
         assert child["wall_s"] > 0 and child["cpu_s"] > 0 and child["peak_rss_mb"] > 10
         assert child["cache"] != "warm" or child["resident_before"] == 1
@@ -87,7 +66,7 @@ def test_a_whole_comparison(tmp_path: Path) -> None:
 
 
 def test_the_table_on_paper_is_that_of_its_model() -> None:
-    scaling, text = module("scaling"), (SPEED / "SCALING.md").read_text()
+    text = (SPEED / "SCALING.md").read_text()
     rows = text[text.index("| machine | one pass, s") :].splitlines()[2:7]
     for machine, row in zip(scaling.MACHINES, rows, strict=True):
         found = [

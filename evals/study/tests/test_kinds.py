@@ -1,29 +1,13 @@
 """Rivals of stores against their formulas in NumPy, and the search along a grid of lambdas."""
 
-import importlib
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-
-@pytest.fixture(scope="module")
-def kinds() -> Iterator[SimpleNamespace]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).resolve().parents[2])
-        names = ("rivals", "addition", "matrices")
-        yield SimpleNamespace(**{n: importlib.import_module(f"study.kinds.{n}") for n in names})
-
-
-@pytest.fixture
-def rivals(kinds: SimpleNamespace) -> Any:
-    return kinds.rivals
+from study.kinds import addition, matrices, rivals
 
 
 def vectors(count: int = 3) -> list[dict[str, torch.Tensor]]:
@@ -49,7 +33,7 @@ def close(found: torch.Tensor, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_tvq(rivals: Any, bits: int) -> None:
+def test_tvq(bits: int) -> None:
     given = vectors()
     kept = rivals.tvq(given, bits)
     for before, after in zip(given, kept.vectors, strict=True):
@@ -60,7 +44,7 @@ def test_tvq(rivals: Any, bits: int) -> None:
     assert kept.nbytes == 3 * sum(-(-n * bits // 8) + 8 for n in (63, 65, 11))
 
 
-def test_rtvq(rivals: Any) -> None:
+def test_rtvq() -> None:
     given = vectors()
     kept = rivals.rtvq(given, base_bits=3, bits=2)
     for name in given[0]:
@@ -72,7 +56,7 @@ def test_rtvq(rivals: Any) -> None:
     assert kept.nbytes == sizes[3] + 3 * sizes[2]
 
 
-def test_bitdelta(rivals: Any) -> None:
+def test_bitdelta() -> None:
     given = vectors()
     given[0]["norm"][0] = 0.0  # has a sign all the same
     every = rivals.bitdelta(given)
@@ -88,7 +72,7 @@ def test_bitdelta(rivals: Any) -> None:
 
 
 @pytest.mark.parametrize(("share", "rank"), [(1 / 5, 1), (1 / 2, 2)])
-def test_svd(rivals: Any, share: float, rank: int) -> None:
+def test_svd(share: float, rank: int) -> None:
     given = vectors()
     kept = rivals.svd(given, share=share)
     for before, after in zip(given, kept.vectors, strict=True):
@@ -100,7 +84,7 @@ def test_svd(rivals: Any, share: float, rank: int) -> None:
     assert kept.nbytes == 3 * 2 * (rank * (5 + 13) + embedded * (7 + 9) + 11)
 
 
-def test_delta_come(rivals: Any) -> None:
+def test_delta_come() -> None:
     """The error of each triple is that of its bits, and others than projections stay whole."""
     given = vectors()
     kept = rivals.delta_come(given, bits=9)  # all five triples: two with 8 bits, three with 3
@@ -123,7 +107,7 @@ def test_delta_come(rivals: Any) -> None:
             np.testing.assert_allclose(levels, levels.round(), atol=1e-3)
 
 
-def test_signs_and_svd(rivals: Any) -> None:
+def test_signs_and_svd() -> None:
     given = vectors(1)
     kept = rivals.signs_and_svd(given, bits=0.25)
     x = given[0]["a.mlp.up_proj.weight"].double().numpy()
@@ -135,7 +119,7 @@ def test_signs_and_svd(rivals: Any) -> None:
     assert kept.nbytes == (9 + 4) + 2 * (5 + 13) + 2 * (63 + 11)
 
 
-def test_ultradelta(rivals: Any) -> None:
+def test_ultradelta() -> None:
     """All kept: 16 levels. A half kept: of each level, and the widest tensors keep more."""
     given = vectors(1)
     (every,) = rivals.ultradelta(given, share=1, step=0).vectors
@@ -158,7 +142,7 @@ def test_ultradelta(rivals: Any) -> None:
 
 
 @given(data=st.data(), count=st.integers(1, 12))
-def test_a_climb_ends_at_the_maximum_and_asks_once(kinds, data, count):
+def test_a_climb_ends_at_the_maximum_and_asks_once(data, count):
     """Of a score that rises and falls; each neighbour of the maximum was asked for."""
     grid = [float(i + 1) for i in range(count)]
     top, start = (data.draw(st.integers(0, count - 1)) for _ in range(2))
@@ -168,16 +152,17 @@ def test_a_climb_ends_at_the_maximum_and_asks_once(kinds, data, count):
         asked.append(point)
         return -abs(point - grid[top])
 
-    climbed = kinds.addition.climbed
-    point, scores = climbed(grid, score, start)
+    point, scores = addition.climbed(grid, score, start)
     assert point == grid[top]
     assert len(asked) == len(set(asked)) == sum(s is not None for s in scores)
     assert all(scores[i] is not None for i in (top - 1, top, top + 1) if 0 <= i < count)
-    assert climbed(grid, lambda point: 0.0, start)[0] == grid[0]  # the smallest of equal ones
+    assert (
+        addition.climbed(grid, lambda point: 0.0, start)[0] == grid[0]
+    )  # the smallest of equal ones
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_equal_tasks_count_once_and_orthogonal_ones_all(kinds: Any, alike: bool) -> None:
+def test_equal_tasks_count_once_and_orthogonal_ones_all(alike: bool) -> None:
     """After SVC of the sum, and after NUFILT's steps."""
     names, shape = ("a", "b", "c"), (9, 7)
     torch.manual_seed(0)
@@ -187,10 +172,10 @@ def test_equal_tasks_count_once_and_orthogonal_ones_all(kinds: Any, alike: bool)
                  "norm": torch.ones(2)} for n, p in zip(names, parts, strict=True)}  # fmt: skip
     run = SimpleNamespace(tasks=names, task_vector=found.__getitem__)
     total = {n: sum(each[n] for each in found.values()) for n in ("x.w", "norm")}
-    made = kinds.matrices._calibrated(run, total)
+    made = matrices._calibrated(run, total)
     assert made["x.w"].shape == shape and torch.equal(made["norm"], total["norm"])
     torch.testing.assert_close(made["x.w"], found["a"]["x.w"] if alike else total["x.w"])
     run.base = {n: torch.zeros_like(each) for n, each in total.items()}
-    streamed, _ = kinds.matrices._nufilt(run, names, share=2 / 7)
+    streamed, _ = matrices._nufilt(run, names, share=2 / 7)
     torch.testing.assert_close(streamed["x.w"], made["x.w"], atol=1e-5, rtol=1e-5)
     assert not streamed["norm"].any()

@@ -1,4 +1,4 @@
-"""Tables of evals/mini on its shipped cells: to the byte, missing numbers, marks of a page."""
+"""Tables on the shipped cells: to the byte, missing numbers, marks of a page."""
 
 import copy
 import json
@@ -11,42 +11,52 @@ from typing import Any
 
 import click
 import matplotlib
+import mini.sheets
 import numpy as np
 import pytest
+import real.sheets
+import study.pictures
+from study.report import write_study
 
+MINI = Path(mini.sheets.__file__).parent
 TA = {"kind": "addition"}
 Record = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def records(mini: SimpleNamespace) -> list[Record]:
-    every = json.loads((mini.path / "results" / "mini.json").read_text())["cells"]
+def records() -> list[Record]:
+    every = json.loads((MINI / "results" / "mini.json").read_text())["cells"]
     return [record for record in every if record["method"] == "full"]
 
 
-def runs_of(mini: SimpleNamespace, records: list[Record]) -> Any:
+def runs_of(records: list[Record]) -> Any:
     return mini.sheets.Runs(records, "small", "full", tuple(mini.data.TASKS))
 
 
-def test_the_shipped_tables_are_of_the_shipped_cells(mini: SimpleNamespace, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sheets", "marks"), [(mini.sheets, 11), (real.sheets, 23)])
+def test_the_shipped_tables_are_of_the_shipped_cells(sheets, marks, tmp_path, monkeypatch):
     """To the byte, for any order of the records and any settings of matplotlib."""
-    shipped = json.loads((mini.path / "results" / "mini.json").read_text())
-    page = tmp_path / "RESULTS.md"
-    page.write_bytes((mini.path / "RESULTS.md").read_bytes())
-    assert page.read_text().count("<!-- mini: ") == 11
+    # Only one picture is laid out and written, which takes matplotlib seconds for each.
+    whole = iter([study.pictures.svg])
+    monkeypatch.setattr(study.pictures, "svg", lambda figure: next(whole, lambda _: b"")(figure))
+    folder, page = Path(sheets.__file__).parent, tmp_path / "RESULTS.md"
+    file = f"{folder.name}.json"
+    shipped = json.loads((folder / "results" / file).read_text())
+    page.write_bytes((folder / "RESULTS.md").read_bytes())
+    assert page.read_text().count(f"<!-- {folder.name}: ") == marks
     cells = random.Random(1).sample(shipped["cells"], len(shipped["cells"]))
     with matplotlib.rc_context({"font.size": 30, "svg.hashsalt": None}):
-        files = mini.sheets.write(cells, tmp_path / "out", page)
+        files = sheets.write(cells, tmp_path / "out", page)
         assert matplotlib.rcParams["font.size"] == 30
-    assert {file.name for file in files} <= {*os.listdir(mini.path / "results"), "RESULTS.md"}
-    assert page.read_bytes() == (mini.path / "RESULTS.md").read_bytes()
-    again = json.loads((tmp_path / "out" / "mini.json").read_text())
+    assert {file.name for file in files} <= {*os.listdir(folder / "results"), "RESULTS.md"}
+    assert page.read_bytes() == (folder / "RESULTS.md").read_bytes()
+    again = json.loads((tmp_path / "out" / file).read_text())
     assert again["cells"] == shipped["cells"] and again["tables"].keys() == shipped["tables"].keys()
 
 
-def table_of(mini: SimpleNamespace, records: list[Record]) -> tuple[str, dict[str, dict[str, str]]]:
+def table_of(records: list[Record]) -> tuple[str, dict[str, dict[str, str]]]:
     """The first line of the second table of addition, and row -> column -> text."""
-    text = mini.sheets.addition(runs_of(mini, records))[1].markdown()
+    text = mini.sheets.addition(runs_of(records))[1].markdown()
     lines = re.findall(r"^\|.*$", text, re.MULTILINE)
     head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
     caption = text.splitlines()[0]
@@ -61,13 +71,13 @@ def merged(record: Record) -> dict[str, float]:
     return record["result"]["merges"]["ta"]["scales"]["tasks"]["test"]
 
 
-def test_best_and_missing_numbers(mini: SimpleNamespace, records: list[Record]) -> None:
+def test_best_and_missing_numbers(records: list[Record]) -> None:
     """The best basis is bold, the reference never; a missing task makes its mean missing."""
     mine = copy.deepcopy(records)
     for record in pick(mine, kind="addition"):
         best = record["cell"]["basis"] in ("pca", "balanced", "none")
         merged(record).update(dict.fromkeys(merged(record), 0.5 if best else 0.4))
-    _, table = table_of(mini, mine)
+    _, table = table_of(mine)
     assert [row for row, cells in table.items() if "*" in cells["M = 2"]] == ["balanced", "pca"]
 
     mine = copy.deepcopy(records)
@@ -75,7 +85,7 @@ def test_best_and_missing_numbers(mini: SimpleNamespace, records: list[Record]) 
     for record in pick(mine, **TA, basis="balanced", num_bases=8):
         merged(record)["coding_run"] = float("nan")
     mine = [r for r in mine if r["cell"].get("basis") != "ae_exact" or r["train_seed"] != 2]
-    caption, table = table_of(mini, mine)
+    caption, table = table_of(mine)
     own = {r["train_seed"]: r["result"]["specialists"] for r in pick(records, kind="reference")}
     means = [
         np.mean([score / own[r["train_seed"]][task] for task, score in merged(r).items()])
@@ -89,7 +99,7 @@ def test_best_and_missing_numbers(mini: SimpleNamespace, records: list[Record]) 
     assert "n = 3 runs; ae, exact: 2; rand_select: 15." in caption
 
     lost = [r for r in records if r["cell"]["kind"] != "reference" or r["train_seed"] != 0]
-    assert "n = 2 runs; rand_select: 10." in table_of(mini, lost)[0]
+    assert "n = 2 runs; rand_select: 10." in table_of(lost)[0]
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -99,9 +109,7 @@ def test_best_and_missing_numbers(mini: SimpleNamespace, records: list[Record]) 
     ("<!-- mini: full_negation -->\n<!-- mini: full_negation -->\n<!-- end -->\n",
      "line 1: no <!-- end --> after this table"),
 ])  # fmt: skip
-def test_marks_of_a_page(mini, tmp_path, text, message):
-    from study.report import write_study
-
+def test_marks_of_a_page(tmp_path, text, message):
     page, out = tmp_path / "page.md", tmp_path / "out"
     page.write_text(text)
     sheet = SimpleNamespace(markdown=lambda: "| new |\n", plain=lambda: {})
