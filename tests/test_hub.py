@@ -297,18 +297,24 @@ def test_commands_read_the_hub_and_only_what_they_need(
         f"live = t.attach(m, {store!r}); live.use('math'); live.verify(); "
         "said = str(live.tasks)"
     )
+    changed = (
+        f"import tvb_mergekit as t\nbases = t.load({store!r})\n"
+        "try: t.remove(bases.path, 'math')\nexcept t.UserError as error: said = str(error)"
+    )
     found = run(
         ("export", store, tmp_path / "math", "--task", "math"),
         ("inspect", store),
         ("export", "--model", pushed["math"], "--base", "org/base", tmp_path / "lora", "--lora",
          "--rank", 2),
         ("-c", code),
+        ("-c", changed),
         ("merge", pushed["store"], here, "--method", "add", "--quiet"),
     )  # fmt: skip
     words = ("merge", store, there, "--method", "add", "--base", pushed["base"], "--quiet")
     (offline,) = run(words, token="", offline=True)  # mergekit asks the Hub for a base by name
-    assert [code for code, _ in (*found, offline)] == [0] * 6, found
+    assert [code for code, _ in (*found, offline)] == [0] * 7, found
     assert "T = 2 task vectors" in found[1][1] and found[3][1] == str([*TASKS[:2]])
+    assert "is in the Hugging Face cache: copy it" in found[4][1]
     for one, other in ((tmp_path / "math", pushed["math"]), (here, there)):
         states = load(one), load(other)
         assert states[0].keys() == states[1].keys()
@@ -332,6 +338,14 @@ def test_mistakes(hub: HubServer, run: Any, pushed: dict[str, Path], tmp_path: P
     for expected, (code, told) in found:
         assert code == 1 and expected in told and len(told.splitlines()) == 1, told
     assert "me/new" not in hub.repositories and not (tmp_path / "me").exists()
+    interrupted = (
+        "from unittest import mock\nfrom click.testing import CliRunner\n"
+        "from tvb_mergekit.cli.commands import main\n"
+        "with mock.patch('huggingface_hub.snapshot_download', side_effect=KeyboardInterrupt):\n"
+        "    done = CliRunner().invoke(main, ['export', 'me/store', 'out', '--task', 'math'])\n"
+        "said = [done.exit_code, done.output]"
+    )
+    assert run(("-c", interrupted))[0][1] == [130, "Interrupted.\n"]
 
 
 def test_a_push_deletes_files_of_removed_tasks_and_no_others(
