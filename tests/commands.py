@@ -3,8 +3,6 @@
 import importlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,23 +141,6 @@ def merge(
     elif done.exit_code:
         raise AssertionError(f"{command} failed: {done.output}") from done.exception
     return Result(out, done.output)
-
-
-def run(
-    words: Sequence[str],
-    out: Path,
-    cache: Path | str | None = None,
-    env: Mapping[str, str] | None = None,
-) -> subprocess.CompletedProcess[str]:
-    """An installed command, in a process of its own."""
-    return subprocess.run(
-        [str(Path(sys.executable).with_name(words[0])), *words[1:]],
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | settings(cache, out, env),
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=300,
-    )
 
 
 def tvb(*words: object, code: int = 0) -> click.testing.Result:

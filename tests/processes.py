@@ -41,6 +41,7 @@ PRELOADED = (
     *("processes", *MAINS.values(), "transformers.models.llama.configuration_llama"),
     *(f"tvb_mergekit.{name}" for name in ("cli.inspect", "plugin.inputs", "plugin.run")),
     *(f"tvb_mergekit.store.{name}" for name in ("build", "add", "sparse")),
+    "tvb_mergekit.tensors.codes",
     "preloaded",
 )
 Fault = Callable[[], object]
@@ -187,6 +188,23 @@ def unprivileged() -> None:
     header, old = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     assert libc.capget(header, old) == 0
     assert libc.capset(header, (ctypes.c_uint32 * 6)(old[0] & ~6, *old[1:])) == 0
+
+
+def closed_output() -> None:
+    """Nobody reads the standard output any more."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    encoded_output("utf-8")
+
+
+def encoded_output(encoding: str) -> None:
+    """As with PYTHONIOENCODING, or on a terminal of a locale."""
+    sys.stdout = open(1, "w", encoding=encoding, closefd=False)
+
+
+def not_imported(module: str) -> None:
+    del sys.modules[module]
 
 
 def little_disk() -> None:

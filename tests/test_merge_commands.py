@@ -11,7 +11,7 @@ import numpy as np
 import processes
 import pytest
 import torch
-from commands import Result, assert_close, assert_same, merge, recipe, refused, run, write
+from commands import Result, assert_close, assert_same, merge, recipe, refused, write
 from mergekit.common import ModelReference
 from reference import Dense, expect
 from safetensors.torch import load_file, save_file
@@ -73,15 +73,16 @@ def test_recipe_is_parsed_and_headers_are_read_once(stored, world, tmp_path, mon
     assert sorted(read) == sorted([base, *listed])
 
 
-def test_mergekit_pytorch_in_two_processes(tmp_path: Path) -> None:
-    """mergekit collects the tensor names in a set, whose order differs between processes."""
-    made = FAMILIES["pt"](tmp_path / "models")
+def test_mergekit_pytorch_in_two_processes(world: World, tmp_path: Path) -> None:
+    """mergekit collects the tensor names in a set, whose order differs between processes: those of
+    the fork server hash otherwise than this one."""
+    made = world("pt")
     keys = {"basis": "rand_proj", "num_bases": 2, "forget": "code.pt", "alpha": 1}
     document = recipe("basis_negate", made.base, made.listed, **keys)
     out, cache = tmp_path / "out", tmp_path / "cache"
-    words = ["mergekit-pytorch", str(write(document, out)), str(out), "--quiet"]
-    done = run(words, out, cache, {"PYTHONHASHSEED": "1"})
-    assert done.returncode == 0, done.stderr
+    words = ["mergekit-pytorch", write(document, out), out, "--quiet"]
+    done = processes.run(words, tmp_path, TVB_MERGEKIT_CACHE=str(cache))
+    assert done.code == 0, done.err
     here = merge(document, tmp_path / "here", command="mergekit-pytorch", cache=cache)
     assert here.facts["gram_cached"] is True
     assert_same(here, Result(out))
@@ -308,40 +309,37 @@ def calls() -> Iterator[Counter[str]]:
     """How often planning compares two models, reads a configuration, and parses a header."""
     seen: Counter[str] = Counter()
 
-    def counted(name: str) -> Any:
-        original = getattr(ModelReference, name)
+    def counted(owner: Any, name: str) -> Any:
+        original = getattr(owner, name)
 
-        def call(self: Any, *args: Any, **keys: Any) -> Any:
+        def call(*args: Any, **keys: Any) -> Any:
             seen[name] += 1
-            return original(self, *args, **keys)
+            return original(*args, **keys)
 
-        return mock.patch.object(ModelReference, name, call)
+        return mock.patch.object(owner, name, call)
 
-    parse = checkpoint._read_safetensors_header
-
-    def header(*args: Any) -> Any:
-        seen["headers"] += 1
-        return parse(*args)
-
-    reader = mock.patch.object(checkpoint, "_read_safetensors_header", header)
-    with counted("__eq__"), counted("config"), reader:
+    with (
+        counted(ModelReference, "__eq__"),
+        counted(ModelReference, "config"),
+        counted(checkpoint, "_read_safetensors_header"),
+    ):
         yield seen
 
 
 def test_planning_grows_with_the_models_alone(many, tmp_path, calls):
     base, models = many
     found = []
-    for count in (MANY // 2, MANY):
+    for count in (MANY // 7, MANY):
         calls.clear()
         made = write(recipe("basis_ta", base, models[:count]), tmp_path / str(count))
         inputs = read_inputs(read_document(made), Options())
         assert len(inputs.tasks) == count and len(inputs.items[0].inputs) == count
         shards = sum(len([*path.glob("*.safetensors")]) for path in (base, *models[:count]))
-        assert calls["headers"] == shards  # each once
+        assert calls["_read_safetensors_header"] == shards  # each once
         found.append(dict(calls))
-    half, whole = found
-    assert whole["config"] <= 2.2 * half["config"]
-    assert whole["__eq__"] <= 2.2 * half["__eq__"]
+    few, all_ = found
+    assert all_["config"] <= 7.7 * few["config"]
+    assert all_["__eq__"] <= 7.7 * few["__eq__"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
@@ -349,9 +347,9 @@ def test_more_files_than_may_be_open(many: tuple[Path, list[Path]], tmp_path: Pa
     import resource
 
     base, models = many
-    made = write(recipe("basis_ta", base, models[:60], num_bases=2), tmp_path / "made")
+    made = write(recipe("basis_ta", base, models[:30], num_bases=2), tmp_path / "made")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = len(os.listdir("/proc/self/fd")) + 40
+    few = len(os.listdir("/proc/self/fd")) + 20
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
     try:
         line = refused("build", made, tmp_path / "store", "--quiet")
