@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -22,17 +22,7 @@ import tvb_mergekit as tvb
 if sys.platform == "win32":
     pytest.skip("needs fork and SIGKILL", allow_module_level=True)
 
-from processes import (
-    FULL,
-    INTERRUPT,
-    KILL,
-    TERMINATE,
-    Ended,
-    Running,
-    on_change,
-    run,
-    small_files,
-)
+from processes import FULL, INTERRUPT, KILL, TERMINATE, Ended, Running, on_change, run, small_files
 
 TASKS = ["math", "code", "chat", "law", "poems"]
 
@@ -138,21 +128,20 @@ class Course:
 
 
 @pytest.fixture(scope="module")
-def courses() -> dict[str, Course]:
-    return {}
+def course_of(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Course]:
+    """Name of a command -> what it does."""
 
+    @cache
+    def course(name: str) -> Course:
+        command, place = COMMANDS[name], Place(models, tmp_path_factory.mktemp("course") / "work")
+        place.reset(command)
+        before, log = contents(place.folder / command.target), place.folder.parent / "log"
+        place.run(command.words, partial(on_change, place.folder, time.time, 0, log))
+        assert place.hidden(command.target) == []
+        after = timeless(contents(place.folder / command.target))
+        return Course(before, after, log.read_text().splitlines())
 
-def course_of(name: str, place: Place, courses: dict[str, Course]) -> Course:
-    if name in courses:
-        return courses[name]
-    command = COMMANDS[name]
-    place.reset(command)
-    before, log = contents(place.folder / command.target), place.folder.parent / "log"
-    place.run(command.words, partial(on_change, place.folder, time.time, 0, log))
-    after = timeless(contents(place.folder / command.target))
-    assert place.hidden(command.target) == []
-    courses[name] = Course(before, after, log.read_text().splitlines())
-    return courses[name]
+    return course
 
 
 def moments(changes: list[str], count: int, kinds: tuple[str, ...] = ("",)) -> list[int]:
@@ -165,10 +154,16 @@ def moments(changes: list[str], count: int, kinds: tuple[str, ...] = ("",)) -> l
     return sorted({few[int((i + 0.5) * len(few) / count)] for i in range(count)})
 
 
-def kill(place: Place, command: Command, course: Course, numbers: list[int]) -> None:
-    """Killed before each of these changes."""
+@pytest.mark.parametrize("count", [1, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_killed(
+    name: str, count: int | None, place: Place, course_of: Callable[[str], Course]
+) -> None:
+    """At one moment or at all, and before the last rename, which counts."""
+    command, course = COMMANDS[name], course_of(name)
     target = place.folder / command.target
-    for number in numbers:
+    renames = [n for n, change in enumerate(course.changes, 1) if change.startswith("os.rename")]
+    for number in {*moments(course.changes, count or len(course.changes)), *renames[-1:]}:
         place.reset(command)
         place.run(command.words, partial(on_change, place.folder, KILL, number), -9)
         told = course.changes[number - 1]
@@ -182,26 +177,24 @@ def kill(place: Place, command: Command, course: Course, numbers: list[int]) -> 
                 place.run(command.then)
                 assert place.hidden(command.target) == [], told
             continue
-        if command.keeps and number % 3:
-            place.run(f"{command.words} --resume")
-        else:
-            place.run(command.words)
+        resumes = " --resume" if command.keeps and number % 3 else ""
+        place.run(command.words + resumes)
         assert timeless(contents(target)) == course.after, told
         assert not command.then or place.hidden(command.target) == [], told
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(None, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", COMMANDS)
-def test_killed(name: str, count: int | None, place: Place, courses: dict[str, Course]) -> None:
-    """At one moment or at all, and before the last rename, which counts."""
-    course = course_of(name, place, courses)
-    numbers = moments(course.changes, count or len(course.changes))
-    renames = [n for n, change in enumerate(course.changes, 1) if change.startswith("os.rename")]
-    kill(place, COMMANDS[name], course, sorted({*numbers, *renames[-1:]}))
+ENDS = {"full": (FULL, 1), "interrupted": (INTERRUPT, 130), "terminated": (TERMINATE, 143)}
+FEW = [*((name, "full", 1) for name in COMMANDS), ("build", "interrupted", 1)]
+FEW += [("add below the budget", "terminated", 1), ("mergekit-yaml", "interrupted", 1)]
+ALL = [pytest.param(n, act, 8, marks=pytest.mark.slow) for n in COMMANDS for act in ENDS]
 
 
-def end(place: Place, command: Command, course: Course, act: str, count: int) -> None:
-    """Ended by a full disk or a signal before something is made: nothing is left."""
+@pytest.mark.parametrize(("name", "act", "count"), [*FEW, *ALL])
+def test_ended(
+    name: str, act: str, count: int, place: Place, course_of: Callable[[str], Course]
+) -> None:
+    """By a full disk or a signal before something is made: nothing is left."""
+    command, course = COMMANDS[name], course_of(name)
     target = place.folder / command.target
     what, code = ENDS[act]
     if act == "interrupted" and "tvb" not in command.words:
@@ -221,19 +214,6 @@ def end(place: Place, command: Command, course: Course, act: str, count: int) ->
         if command.keeps:
             place.run(f"{command.words} --resume")
             assert timeless(contents(target)) == course.after, told
-
-
-ENDS = {"full": (FULL, 1), "interrupted": (INTERRUPT, 130), "terminated": (TERMINATE, 143)}
-
-
-FEW = [*((name, "full", 1) for name in COMMANDS), ("build", "interrupted", 1)]
-FEW += [("add below the budget", "terminated", 1), ("mergekit-yaml", "interrupted", 1)]
-ALL = [pytest.param(n, act, 8, marks=pytest.mark.slow) for n in COMMANDS for act in ENDS]
-
-
-@pytest.mark.parametrize(("name", "act", "count"), [*FEW, *ALL])
-def test_ended(name: str, act: str, count: int, place: Place, courses: dict[str, Course]) -> None:
-    end(place, COMMANDS[name], course_of(name, place, courses), act, count)
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in SMALL])
