@@ -18,17 +18,13 @@ from tvb_mergekit.tensors.writing import MemorySink
 
 
 def as_deltas(items: Sequence[Item], count: int) -> list[Item]:
-    """The items, of which the first inputs hold differences from the base."""
-    return [
-        replace(
-            item,
-            inputs=tuple(
-                replace(part, holds="delta" if number < count else "weight")
-                for number, part in enumerate(item.inputs)
-            ),
-        )
-        for item in items
-    ]
+    """The items, of which the first `count` inputs hold differences from the base."""
+
+    def turned(item: Item) -> Item:
+        deltas = (replace(part, holds="delta") for part in item.inputs[:count])
+        return replace(item, inputs=(*deltas, *item.inputs[count:]))
+
+    return [turned(item) for item in items]
 
 
 def gram_of(
@@ -40,8 +36,7 @@ def gram_of(
     **how: Any,
 ) -> GramSums:
     """The sums of a Gram pass."""
-    given = as_deltas(items, deltas) if deltas else items
-    return gram_pass(given, tasks, engine, **how)
+    return gram_pass(as_deltas(items, deltas), tasks, engine, **how)
 
 
 def combine(
@@ -55,7 +50,7 @@ def combine(
     **how: Any,
 ) -> None:
     """Give `sink` the columns of task vectors @ matrix; items without inputs stay the base's."""
-    given = as_deltas(items, deltas) if deltas else items
+    given = as_deltas(items, deltas)
     drawn = how.get("sketch") is not None
     names = [item.name for item in given if item.inputs or drawn]
     combine_pass(given, dict.fromkeys(names, Linear.of(matrix, add_base)), sink, engine, **how)

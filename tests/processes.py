@@ -41,7 +41,6 @@ PRELOADED = (
     *("processes", *MAINS.values(), "transformers.models.llama.configuration_llama"),
     *(f"tvb_mergekit.{name}" for name in ("cli.inspect", "plugin.inputs", "plugin.run")),
     *(f"tvb_mergekit.store.{name}" for name in ("build", "add", "sparse")),
-    "tvb_mergekit.tensors.codes",
     "preloaded",
 )
 Fault = Callable[[], object]

@@ -21,7 +21,7 @@ import yaml
 from mergekit.common import ModelReference
 from processes import FULL, INTERRUPT, Fault, little_disk, on_call, on_change, run, unprivileged
 from safetensors.torch import load_file, save_file
-from tiny import gpt2, llama
+from tiny import as_bin, gpt2, llama
 
 
 def in_module(name: str, models: Sequence[Any], **more: Any) -> dict[str, Any]:
@@ -83,40 +83,6 @@ def prepare(folder: Path, models: Path, case: Case) -> None:
     text = written if isinstance(written, str) else yaml.safe_dump(written, allow_unicode=True)
     (folder / "recipe.yml").write_text(text, encoding="utf-8")
     case.setup(folder)
-
-
-def check(folder: Path, models: Path, case: Case) -> None:
-    """Run the case in the new folder `folder`, and judge what it said and did."""
-    prepare(folder, models, case)
-    before = snapshot(folder)
-    out = ["--out-path", case.out, "-I", "between"] if "multi" in case.command else [case.out]
-    ended = run([case.command, "recipe.yml", *out, *case.args], folder, case.fault, **case.env)
-    after = snapshot(folder)
-    changed = {p for p in before | after if before.get(p) != after.get(p)}
-    said = ended.err
-    assert case.foreign or "Traceback" not in ended.out + said, said[-2000:]
-    if case.ok:
-        assert ended.code == 0, said[-2000:]
-        where = Path(os.path.realpath(folder / case.out))
-        allowed = {where, folder / (case.leaves or case.out)}
-        changed = {p for p in changed if not allowed & {folder / p, *(folder / p).parents}}
-        assert before.keys() <= after.keys() and (where / "basis" / "basis.json").is_file()
-        assert all(
-            t.isfinite().all() for f in where.glob("*.safetensors") for t in load_file(f).values()
-        )
-        if case.command == "mergekit-yaml" and case.args == ("--quiet",):
-            assert not ended.out and bool(said) == bool(case.wants)
-    else:
-        assert ended.code != 0, f"it was not refused: {changed}"
-        if not case.foreign:
-            (*rest, last) = said.splitlines()
-            assert last.startswith("Error: "), said
-            assert not [line for line in rest if line.startswith("Error: ")], said
-            said = last
-        changed = {p for p in changed if not case.leaves or not p.startswith(case.leaves)}
-    assert not changed
-    for want in case.wants:
-        assert re.search(want, said), f"{want!r} is not in: {said[-2000:]}"
 
 
 # Wrong recipes
@@ -225,10 +191,7 @@ def rewrite(file: Path, content: bytes) -> None:
 
 def write(file: Path, tensors: dict[str, torch.Tensor]) -> None:
     file.unlink(missing_ok=True)
-    if file.suffix == ".safetensors":
-        save_file(tensors, file, {"format": "pt"})
-    else:
-        torch.save(tensors, file)
+    save_file(tensors, file, {"format": "pt"})
 
 
 def edited(model: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Setup:
@@ -285,11 +248,6 @@ def indexed(**places: Any) -> Setup:
 
 def removed(name: str) -> Setup:
     return lambda folder: (folder / name).unlink()
-
-
-def as_bin(folder: Path) -> None:
-    write(folder / "b" / "pytorch_model.bin", load_file(folder / "b" / WEIGHTS))
-    (folder / "b" / WEIGHTS).unlink()
 
 
 class Payload:
@@ -379,7 +337,7 @@ OF_FILES = {
         setup=indexed(norm=SHARDED[0]), wants=("b: the index", f"`{NORM}`", SHARDED[0])
     ),
     "bin cut": Case(
-        setup=both(as_bin, cut("b/pytorch_model.bin", 0.5)),
+        setup=both(lambda f: as_bin(f / "b"), cut("b/pytorch_model.bin", 0.5)),
         wants=("b/pytorch_model.bin", "truncated"),
     ),
     "bin code": Case(setup=payload, wants=("b/pytorch_model.bin", "running code", "safetensors")),
@@ -481,4 +439,35 @@ ENDS |= {
 
 @pytest.mark.parametrize("name", ENDS)
 def test_end_to_end(name: str, tmp_path: Path, tiny_models: Path) -> None:
-    check(tmp_path / "work", tiny_models, ENDS[name])
+    """What the command said and did."""
+    case, folder = ENDS[name], tmp_path / "work"
+    prepare(folder, tiny_models, case)
+    before = snapshot(folder)
+    out = ["--out-path", case.out, "-I", "between"] if "multi" in case.command else [case.out]
+    ended = run([case.command, "recipe.yml", *out, *case.args], folder, case.fault, **case.env)
+    after = snapshot(folder)
+    changed = {p for p in before | after if before.get(p) != after.get(p)}
+    said = ended.err
+    assert case.foreign or "Traceback" not in ended.out + said, said[-2000:]
+    if case.ok:
+        assert ended.code == 0, said[-2000:]
+        where = Path(os.path.realpath(folder / case.out))
+        allowed = {where, folder / (case.leaves or case.out)}
+        changed = {p for p in changed if not allowed & {folder / p, *(folder / p).parents}}
+        assert before.keys() <= after.keys() and (where / "basis" / "basis.json").is_file()
+        assert all(
+            t.isfinite().all() for f in where.glob("*.safetensors") for t in load_file(f).values()
+        )
+        if case.command == "mergekit-yaml" and case.args == ("--quiet",):
+            assert not ended.out and bool(said) == bool(case.wants)
+    else:
+        assert ended.code != 0, f"it was not refused: {changed}"
+        if not case.foreign:
+            (*rest, last) = said.splitlines()
+            assert last.startswith("Error: "), said
+            assert not [line for line in rest if line.startswith("Error: ")], said
+            said = last
+        changed = {p for p in changed if not case.leaves or not p.startswith(case.leaves)}
+    assert not changed
+    for want in case.wants:
+        assert re.search(want, said), f"{want!r} is not in: {said[-2000:]}"

@@ -23,6 +23,7 @@ import yaml
 from click.testing import CliRunner
 from commands import MODULES, assert_close, contents, merge, ready, recipe, refused, tvb, write
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import tvb_mergekit
 from tvb_mergekit.cli.commands import main
@@ -217,28 +218,27 @@ def test_a_flipped_bit_is_found_by_check_or_harmless(here: Path) -> None:
 # A model that does not belong there
 
 
-def rolled(source: Path, folder: Path) -> Path:
+def changed(source: Path, folder: Path, change: Callable[[str, Tensor], Tensor]) -> Path:
     shutil.copytree(source, folder)
-    state = {name: t.flatten().roll(1).view_as(t) for name, t in tiny.load(source).items()}
+    state = {name: change(name, tensor) for name, tensor in tiny.load(source).items()}
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
-def enlarged(source: Path, base: Path, folder: Path, factor: float) -> Path:
-    shutil.copytree(source, folder)
-    start, state = tiny.load(base), tiny.load(source)
-    made = {name: start[name] + factor * (t - start[name]) for name, t in state.items()}
-    save_file(made, folder / "model.safetensors", {"format": "pt"})
-    return folder
+def of_fifties(_name: str, tensor: Tensor) -> Tensor:
+    return torch.full_like(tensor, 50.0) if tensor.dim() == 1 else tensor
 
 
 def test_a_foreign_model_is_not_added(here: Path) -> None:
     tiny.family(here / "other", tasks=(), seed=5)
     before = contents(here / "grown")
+    start = tiny.load(here / "base")
+    rolled = changed(here / "e", here / "rolled", lambda _, t: t.flatten().roll(1).view_as(t))
+    long = changed(here / "e", here / "long", lambda n, t: start[n] + 12 * (t - start[n]))
     foreign = {
-        "rolled": (rolled(here / "e", here / "rolled"), "the base's"),
+        "rolled": (rolled, "the base's"),
         "unrelated": (here / "other/base", "the base's"),
-        "long": (enlarged(here / "e", here / "base", here / "long", 12), "the median of the other"),
+        "long": (long, "the median of the other"),
     }
     for task, (model, message) in foreign.items():
         said = refused("add", "grown", model, "--task", task, "--quiet")
@@ -246,13 +246,13 @@ def test_a_foreign_model_is_not_added(here: Path) -> None:
         assert "--force adds it anyway" in said
     assert contents(here / "grown") == before
     with pytest.warns(UserWarning, match="the median of the other tasks'"):
-        tvb_mergekit.add("grown", "base", here / "long", "long")
+        tvb_mergekit.add("grown", "base", long, "long")
     # norm layers of ones, which make most of the base's norm, do not hide it
-    for name in ("base", "rolled"):
-        state = tiny.load(here / name)
-        state |= {n: torch.full_like(t, 50.0) for n, t in state.items() if t.dim() == 1}
-        save_file(state, here / name / "model.safetensors", {"format": "pt"})
-    words = ["add", "new", here / "rolled", "--task", "x", "--base", "base", "--budget", 3]
+    base, model = (
+        changed(path, here / f"of-fifties-{path.name}", of_fifties)
+        for path in (here / "base", rolled)
+    )
+    words = ["add", "new", model, "--task", "x", "--base", base, "--budget", 3]
     assert "the base's" in refused(*words, "--quiet")
     done = tvb(*words, "--quiet", "--force")
     assert "1 task in 1 of at most 3 bases" in done.stdout
