@@ -3,7 +3,6 @@
 import io
 import json
 import logging
-import os
 import re
 import shlex
 import shutil
@@ -27,6 +26,7 @@ import transformers
 import yaml
 from click.testing import CliRunner, Result
 from commands import recipe, write
+from processes import encoded_output
 from safetensors.torch import save_file
 from test_faults import snapshot
 
@@ -87,13 +87,6 @@ def here(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("TVB_MERGEKIT_CACHE", str(tmp_path / "cache"))
     yield folder
-
-
-def outside(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """The installed command."""
-    return subprocess.run(
-        [TVB, *words], env=os.environ | env, capture_output=True, text=True, timeout=120
-    )
 
 
 # Help
@@ -189,10 +182,12 @@ def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (here / "store.png").is_file() and (here / "merged/basis/basis.json").is_file()
 
 
-def test_version_and_completion() -> None:
+def test_version_and_completion(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("--version").stdout == f"tvb, version {__version__}\n"
     words = {"COMP_WORDS": "tvb exp", "COMP_CWORD": "1", "_TVB_COMPLETE": "bash_complete"}
-    assert outside(**words).stdout == "plain,export\n"
+    for name, value in words.items():
+        monkeypatch.setenv(name, value)
+    assert run().stdout == "plain,export\n"
 
 
 # How a command starts
@@ -365,9 +360,9 @@ def test_every_wrong_word_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {(words[0], name) for words in wanted for name in words[1:]} <= found
     for name in ("build", "inspect", "add", "check", "merge", "learn", "tune"):
         assert {(name, option) for option in OF_MODELS} <= found
-    done = outside("build", "recipe.yml", "")
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert outside().returncode == 1
+    run(code=1)
+    done = subprocess.run([TVB, "build", "recipe.yml", ""], capture_output=True, timeout=120)
+    assert (done.returncode, done.stderr.count(b"\n")) == (1, 1)
 
 
 def test_pictures_are_refused_before_anything_is_read(here: Path) -> None:
@@ -408,8 +403,9 @@ def test_a_store_is_as_wide_as_the_models(of_base, of_models, want, tmp_path, mo
 
 
 def test_a_reader_that_has_seen_enough(here: Path) -> None:
-    ended = processes.run(["tvb", "inspect", "store"], here, processes.closed_output)
-    assert ended.err == "" and ended.code == 1
+    for words in ("tvb inspect store", "tvb inspect store --json"):
+        ended = processes.run(words.split(), here, processes.closed_output)
+        assert ended.err == "" and ended.code == 1
 
 
 STRANGE = ["tür [red]x", "-dash", "数学"]
@@ -430,9 +426,14 @@ def test_strange_names(here: Path) -> None:
         assert name in said and f"  {name}: {name}\n" in checked
         run("export", "a [store]", "one", f"--task={name}", "--quiet")
         shutil.rmtree(here / "one")
-    ascii_only = partial(processes.encoded_output, "ascii")
-    done = processes.run(["tvb", "inspect", "a [store]"], here, ascii_only, COLUMNS="60")
+    done = processes.run(
+        ["tvb", "inspect", "a [store]"], here, partial(encoded_output, "ascii"), COLUMNS="60"
+    )
     assert done.code == 0 and "t\\xfcr [red]x" in done.out and done.out.isascii()
+    done = processes.run(
+        ["tvb", "check", "strange recipe.yml"], here, partial(encoded_output, "latin-1")
+    )
+    assert done.code == 0 and "\\u6570\\u5b66" in done.out
 
 
 # Places
