@@ -164,8 +164,17 @@ def balanced_bound(gram: Array, count: int, weights: Array | None = None) -> flo
     return spectral_bound(gram - np.outer(gram @ w, gram @ w) / (w @ gram @ w), count - 1)
 
 
-def check_encoder(basis: str, gram: Array, encoder: Array) -> None:
-    """Check the properties of an encoder whose entries the formulas leave open."""
+def check_encoder(
+    basis: str,
+    gram: Array,
+    encoder: Array,
+    weights: Array | None = None,
+    slack: tuple[float, float] = (1e-9, 1e-12),
+) -> None:
+    """Check the properties of an encoder whose entries the formulas leave open.
+
+    `weights` are those of the tasks for `balanced`; `slack` is relative to the bound and to tr G.
+    """
     size, count = encoder.shape
     if basis == "rand_select":
         assert set(np.unique(encoder)) <= {0.0, 1.0}
@@ -175,8 +184,10 @@ def check_encoder(basis: str, gram: Array, encoder: Array) -> None:
     np.testing.assert_allclose(encoder.sum(axis=0), 1, atol=1e-12)
     reached = loss(gram, from_encoder(gram, encoder).reconstruction)
     if basis == "balanced":
-        np.testing.assert_allclose(encoder.sum(axis=1), count / size, rtol=1e-12)
-        assert reached <= balanced_bound(gram, count) * (1 + 1e-9) + 1e-12 * np.trace(gram)
+        shares = np.full(size, 1 / size) if weights is None else weights / weights.sum()
+        np.testing.assert_allclose(encoder.sum(axis=1), count * shares, rtol=1e-12)
+        bound = balanced_bound(gram, count, weights)
+        assert reached <= bound * (1 + slack[0]) + slack[1] * np.trace(gram)
     else:
         least = spectral_bound(gram, count)  # 0 where the rank is no more than M
         assert reached >= least * (1 - 1e-9) - 1e-12 * np.trace(gram)

@@ -22,7 +22,8 @@ from tvb_mergekit.core.encoders.exact import FLOOR, most_uniform_vector
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import Settings
 
-quick = settings(max_examples=100, deadline=None, derandomize=True)
+quick = settings(max_examples=60, deadline=None, derandomize=True)
+few = settings(quick, max_examples=15)
 seeds = st.integers(0, 2**32 - 1)
 Array = reference.Array
 
@@ -92,6 +93,10 @@ def test_every_closed_form(tau: Array, data: st.DataObject) -> None:
         assert found.retained_energy == pytest.approx(1 - lost / total if total else 1, abs=1e-9)
         gap = found.relative_gap
         assert gap is None or gap == pytest.approx(lost / found.spectral_bound - 1, rel=1e-2)
+        if basis == "groups":  # even sums, few tasks in each
+            check_convex(found.encoder)
+            np.testing.assert_allclose(found.encoder.sum(1), count / size, rtol=0, atol=1e-12)
+            assert (found.encoder > 1e-12).sum() <= size + count - np.gcd(size, count)
         if basis != "pca":
             product = found.encoder @ found.decoder
             assert torch.allclose(found.reconstruction, product, rtol=0, atol=1e-12)
@@ -123,17 +128,6 @@ def test_balanced_meets_its_bound(tau: Array, data: st.DataObject) -> None:
         assert found.balanced_bound == pytest.approx(want, abs=1e-9 * total)
     if count == 1:
         np.testing.assert_allclose(found.encoder[:, 0], weights / weights.sum(), rtol=1e-12)
-
-
-@quick
-@given(task_vectors(), st.data())
-def test_groups_have_even_sums_and_few_tasks(tau: Array, data: st.DataObject) -> None:
-    size = tau.shape[1]
-    count = data.draw(st.integers(1, size))
-    found = solve(tau.T @ tau, basis="groups", num_bases=count).encoder
-    check_convex(found)
-    np.testing.assert_allclose(found.sum(1), count / size, rtol=0, atol=1e-12)
-    assert (found > 1e-12).sum() <= size + count - np.gcd(size, count)
 
 
 def test_groups_are_those_with_the_longest_means() -> None:
@@ -169,7 +163,7 @@ def test_last_digits_do_not_choose_between_equal_groups() -> None:
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_last_digits_do_not_choose_the_balanced_bases(seed: int) -> None:
     random = np.random.default_rng(seed)
     for size in (4, 8, 12):
@@ -203,44 +197,45 @@ def test_balanced_columns_are_apart() -> None:
         balanced(Gram.of(torch.from_numpy(gram)), 2, np.zeros(6))
 
 
+PLAIN = {"steps": 50, "weight_decay": 0.0, "decoder": "learned"}
+
+
 @pytest.mark.parametrize(
-    "keys",
+    ("size", "count", "keys"),
     [
-        {"steps": 1000},
-        {"steps": 300, "decoder": "learned", "learning_rate": 0.02, "weight_decay": 0.1},
-        {"steps": 300, "seed": 3, "temperature": 1.0, "anneal_every": 50, "anneal_factor": 0.3},
-        {"steps": 300, "basis": "linear_ae", "temperature": 2.0},
+        (8, 4, {"steps": 400}),
+        (8, 4, {**PLAIN, "steps": 300, "learning_rate": 0.02, "weight_decay": 0.1}),
+        (8, 4, {"steps": 300, "seed": 3, "temperature": 1.0, "anneal_every": 50,
+                "anneal_factor": 0.3}),
+        (8, 4, {"steps": 300, "basis": "linear_ae", "temperature": 2.0}),
+        (1, 1, PLAIN),
+        (5, 5, PLAIN),
+        (33, 2, PLAIN),
     ],
-)
-def test_adam_is_the_authors_procedure(keys: dict[str, Any]) -> None:
-    gram = some_gram(1, 8, 0.0)
+)  # fmt: skip
+def test_adam_is_the_authors_procedure(size: int, count: int, keys: dict[str, Any]) -> None:
+    gram = some_gram(1, size, 0.0)
     before = torch.get_rng_state()
-    found = solve(gram, num_bases=4, **keys)
+    found = solve(gram, num_bases=count, **keys)
     assert torch.equal(torch.get_rng_state(), before)
-    softmax = keys.pop("basis", "ae") == "ae"
-    want = reference.adam(gram, 4, softmax=softmax, **keys)
+    given = {key: value for key, value in keys.items() if key != "basis"}
+    want = reference.adam(gram, count, softmax="basis" not in keys, **given)
     np.testing.assert_allclose(found.encoder, want.encoder, atol=1e-5)
     np.testing.assert_allclose(found.decoder, want.decoder, atol=1e-4)
-    if softmax:
+    if keys.get("decoder") == "learned":  # to the bit
+        assert np.array_equal(found.decoder, want.decoder)
+    if "basis" not in keys:
         assert np.array_equal(found.encoder, want.encoder / want.encoder.sum(0))
         check_convex(found.encoder)
         assert found.decoder_losses["least_squares"] < found.decoder_losses["learned"]
         assert found.loss == found.decoder_losses[keys.get("decoder", "least_squares")]
 
 
-@pytest.mark.parametrize(("size", "count"), [(1, 1), (5, 5), (33, 2)])
-def test_training_has_the_bits_of_autograd(size: int, count: int) -> None:
-    gram, keys = some_gram(2, size), {"steps": 50, "weight_decay": 0.0, "decoder": "learned"}
-    found = solve(gram, num_bases=count, **keys)
-    want = reference.adam(gram, count, **keys)
-    assert np.array_equal(found.decoder, want.decoder)
-    assert np.array_equal(found.encoder, want.encoder / want.encoder.sum(0))
-
-
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("keys", [{"steps": 1}, {"solver": "exact"}, {"basis": "balanced"}])
+@pytest.mark.parametrize(
+    ("keys", "fails"),
+    [({"steps": 1}, True), ({"solver": "exact"}, False), ({"basis": "balanced"}, False)],
+)
 def test_one_thread_works_on_the_gram_matrix(keys: dict[str, Any], fails: bool) -> None:
-
     def counts() -> set[int]:
         return {torch.get_num_threads(), *(pool["num_threads"] for pool in threadpool_info())}
 
@@ -341,7 +336,7 @@ def test_refused(gram: Tensor, keys: dict[str, Any], message: str) -> None:
 # The exact solver
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(quick, max_examples=25)
 @given(seeds, st.integers(2, 12), st.data())
 def test_exact_reaches_the_spectral_bound_where_it_is_attainable(seed, size, data):
     count = data.draw(st.integers(1, size - 1))
@@ -361,31 +356,29 @@ def test_exact_reaches_the_spectral_bound_where_it_is_attainable(seed, size, dat
     assert abs(found.loss - bound) <= 1e-8 * bound + 1e-14 * values[0]
 
 
-@settings(max_examples=5, deadline=None, derandomize=True)
-@given(seeds, st.integers(3, 10), st.sampled_from([1.0, 5.0]), st.data())
-def test_exact_is_never_above_adam(seed, size, temperature, data):
+@few
+@given(seeds, st.integers(3, 8), st.sampled_from([1.0, 5.0]), st.data())
+def test_neither_adam_nor_a_search_over_whole_encoders_finds_less_than_exact(
+    seed: int, size: int, temperature: float, data: st.DataObject
+) -> None:
+    """Variable projection over all T M entries of W_e; the order of the tasks does not count."""
     gram, count = some_gram(seed, size), data.draw(st.integers(1, size - 1))
+    root, random = np.linalg.cholesky(gram).T, np.random.default_rng(seed)
     exact = solve(gram, num_bases=count, solver="exact")
-    adam = solve(gram, num_bases=count, temperature=temperature, steps=1000, learning_rate=0.04)
+    adam = solve(gram, num_bases=count, temperature=temperature, steps=200, learning_rate=0.04)
     assert exact.spectral_bound * (1 - 1e-9) <= exact.loss <= adam.loss * (1 + 1e-6)
     assert exact.decoder_losses is None
 
-
-@pytest.mark.parametrize("seed", range(6))
-def test_no_search_over_whole_encoders_finds_less(seed: int) -> None:
-    """Variable projection over all T M entries of W_e; the order of the tasks does not count."""
-    size, count = 6, 1 + seed % 5
-    gram = some_gram(seed + 100, size)
-    root, random = np.linalg.cholesky(gram).T, np.random.default_rng(seed)
-
-    def loss(flat: Array) -> float:
-        frame = np.linalg.qr(root @ flat.reshape(size, count))[0]
-        return float(np.square(root - frame @ (frame.T @ root)).sum())
+    def loss(flat: Array) -> tuple[float, Array]:
+        """The loss with the best decoder, and its gradient."""
+        bases = root @ flat.reshape(size, count)
+        decoder = np.linalg.lstsq(bases, root, rcond=None)[0]
+        rest = root - bases @ decoder
+        return float(np.square(rest).sum()), -2 * (root.T @ rest @ decoder.T).ravel()
 
     limits = [(1e-9, None)] * (size * count)
     starts = (random.dirichlet(np.full(size, 1.0), count).T.ravel() for _ in range(6))
-    found = min(minimize(loss, x, method="L-BFGS-B", bounds=limits).fun for x in starts)
-    exact = solve(gram, num_bases=count, solver="exact")
+    found = min(minimize(loss, x, jac=True, method="L-BFGS-B", bounds=limits).fun for x in starts)
     assert exact.loss <= found * (1 + 10 * FLOOR)
     order = random.permutation(size)
     permuted = solve(gram[np.ix_(order, order)], num_bases=count, solver="exact")

@@ -98,16 +98,13 @@ SOURCE = {"tokenizer_source": "base"}
 CASES = {
     **{name: Case(name, *ONCE[n % 3]) for n, name in enumerate(ARCHITECTURES)},
     # each basis and its options, each way to trim
-    "ae": Case("llama", TA, {"lambda": 0.3, **FAST}),
+    "ae": Case("llama", TA, {"lambda": -0.7, **FAST}),
     "ae, ties": Case("gpt2", TIES, {"seed": 3, "anneal_every": 50, **FAST}),
     "ae, exact": Case("mixed dtypes", NEGATE, {"solver": "exact", "num_bases": 2, **FORGET}),
     "linear_ae": Case("llama", TIES, {"basis": "linear_ae", "merge_func": "max", "temperature": 2.0,
         **FAST}),
     "pca": Case("mixed dtypes", TIES, {**PCA, "trim": "tensor", "merge_func": "mean"}),
-    "pca, two": Case("gpt2", NEGATE, {**PCA, "forget": "math, safety", "alpha": 1.5}),
-    "balanced, shards": Case("gpt2", TA, BY_TASKS, args=("--out-shard-size", "30K")),
-    "rand_select": Case("llama", TIES, {"basis": "rand_select", "basis_ratio": 0.3,
-        "trim": "tensor"}),
+    "rand_select": Case("llama", TIES, {"basis": "rand_select", "energy": 0.8}),
     "rand_proj": Case("mixed dtypes", NEGATE, {**RAND_PROJ, "seed": 7, "lambda": 0.01}),
     "none": Case("mixed dtypes", TIES, {**NONE, "density": 0.1}),
     # methods for matrices
@@ -115,7 +112,7 @@ CASES = {
     "iso, common": Case("gpt2", ISO, {**NONE, "common": 0.7, "lambda": 0.8}),
     "tsvm": Case("mixed dtypes", TSVM, {**PCA, **SCALED}),
     "tsvm, some": Case("llama", TSVM, {**NONE, "matrices": "mlp|embed|norm"}),
-    "wudi": Case("gpt2", WUDI, {"basis": "rand_select"}),
+    "wudi": Case("gpt2", WUDI, {"basis": "rand_select", "basis_ratio": 0.3}),
     "wudi, layers": varied(WUDI, NONE, "lambda", False),
     "wudi, exact, adapters": Case("adapters", WUDI, {**BALANCED, "flow_time": "exact"}, TVB),
     "iso, experts": Case("mixtral", ISO, BALANCED, TVB),
@@ -125,46 +122,32 @@ CASES = {
     "wudi, weights": Case("mixed formats", WUDI, NONE, own=WEIGHTS),
     "iso, store": Case("store of balanced", ISO, SCALED),
     "tsvm, store": Case("store of pca", TSVM, {}, TVB),
-    "iso, adapters": Case("adapters", ISO, BALANCED, TVB),
     "iso, common, adapters": Case("adapters", ISO, {**NONE, "common": 0.6}, TVB),
     "tsvm, adapters": Case("adapters", TSVM, BALANCED, TVB),
     "tsvm, tokens": Case("two more tokens", TSVM, PCA, extra=SOURCE),
     "iso, files": Case("pt", ISO, NONE, PYTORCH),
     "wudi, in memory": Case("pt", WUDI, BALANCED, IN_MEMORY),
     # how many models
-    "one model": Case("one model", TA, {"solver": "exact"}),
-    "one model, forgotten": Case("one model", NEGATE, {"basis": "balanced", "forget": "math",
-        "alpha": 1}),
-    "many models": Case("many models", TA, {**BY_TASKS, "lambda": 0.1}),
-    "same models, balanced": Case("twins", TA, BY_TASKS),
+    "one model": Case("one model", NEGATE, {"solver": "exact", "forget": "math", "alpha": 1}),
+    "many models": Case("many models", TA, {**BY_TASKS, "lambda": 0.1},
+        args=("--out-shard-size", "30K")),
     "same models, exact": Case("twins", TA, {"solver": "exact", "num_bases": 2}),
     "same models, pca": Case("twins", NEGATE, FORGOTTEN),
     # keys
-    "energy": Case("llama", TA, {"basis": "rand_select", "energy": 0.8}),
-    "as many bases": Case("llama", NEGATE, {"basis": "pca", "num_bases": 5, "forget": "code",
-        "alpha": 1}),
-    "lambda by tasks": Case("llama", TA, {**PCA, "lambda": -0.7, **SCALED}),
-    "lambda by tasks, ties": Case("llama", TIES, {**PCA, "lambda": 1.1, **SCALED}),
-    "lambda by tasks, negate": Case("llama", NEGATE, {**FORGOTTEN, "lambda": 0.6, **SCALED}),
-    "lambda by filter": varied(TA, PCA, "lambda", True),
-    "lambda by filter, negate": varied(NEGATE, FORGOTTEN, "lambda", True),
-    "lambda by layer, ties": varied(TIES, {**PCA, "merge_func": "mean"}, "lambda", False),
+    "lambda by filter": varied(TA, {**PCA, **SCALED}, "lambda", True),
+    "lambda by filter, negate": varied(NEGATE, {**FORGOTTEN, **SCALED}, "lambda", True),
+    "lambda by layer, ties": varied(TIES, {**PCA, **SCALED, "merge_func": "mean"}, "lambda", False),
     "density by filter, model": varied(TIES, PCA, "density", True),
     "density by layer, tensor": varied(TIES, {**PCA, "trim": "tensor"}, "density", False),
     "alpha by filter": varied(NEGATE, RAND_PROJ, "alpha", True),
-    "alpha by layer": varied(NEGATE, FORGOTTEN, "alpha", False),
+    "alpha by layer": varied(NEGATE, {**PCA, "forget": "math, safety"}, "alpha", False),
     # how checkpoints are stored
-    "mixed formats": Case("mixed formats", TIES, PCA),
-    "tied": Case("tied", TA, PCA),
     "tied, aliased": Case("tied, aliased", TIES, PCA),
     "tied, twice": Case("tied, twice", NEGATE, RAND_PROJ),
     "one untied": Case("one untied", TA, PCA),
     "adapters": Case("adapters", NEGATE, FORGOTTEN),
     # vocabularies
-    "more tokens": Case("two more tokens", TA, PCA, extra=SOURCE),
-    "more tokens, trimmed": Case("two more tokens", TIES, {**PCA, "trim": "tensor"},
-        extra=TOKENIZER),
-    "more tokens, forgotten": Case("two more tokens", NEGATE, FORGOTTEN, extra=TOKENIZER),
+    "more tokens": Case("two more tokens", TIES, PCA, extra=TOKENIZER),
     "other order": Case("other order", TA, PCA, extra=SOURCE),
     "union": Case("tied", TA, PCA, extra={"tokenizer_source": "union"}),
     # recipes
@@ -176,7 +159,6 @@ CASES = {
     "modules": Case("tied", TIES, PCA, own=WEIGHTS, form="modules"),
     # stores
     "store of pca": Case("store of pca", NEGATE, FORGET),
-    "store of balanced": Case("store of balanced", TIES, {"lambda": 0.3}),
     "store of rand_proj": Case("store of rand_proj", NEGATE, FORGET),
     "store in float16": Case("store in float16", TA, SCALED),
     "store in bfloat16": Case("store in bfloat16", TIES, {}),
@@ -193,21 +175,18 @@ CASES = {
     # other commands
     "tvb merge": Case("mixed dtypes", TIES, BALANCED, TVB),
     "tvb merge, adapters": Case("adapters", TA, BALANCED, TVB),
-    "tvb merge, experts": Case("mixtral", TIES, {**PCA, "trim": "tensor"}, TVB),
-    "tvb merge, store": Case("store of pca", TA, {"lambda": 0.3}, TVB),
+    "tvb merge, experts": Case("mixtral", TIES, PCA, TVB),
     "tvb merge, tokens": Case("two more tokens", TA, BALANCED, TVB, extra=SOURCE),
-    **{f"{driver}, {name}": Case(name, *ONCE[n % 3], driver) for driver in (PYTORCH,
-        IN_MEMORY) for n, name in enumerate(("pt", "ckpt", "safetensors", "twice"))},
+    **{f"{driver}, {name}": Case(name, *once, driver) for driver in (PYTORCH, IN_MEMORY)
+        for name, once in zip(("twice", "ckpt", "safetensors"), ONCE, strict=True)},
     "mergekit-pytorch, exclude": Case("pt", TIES, {**NONE, "exclude": "embed"}, PYTORCH),
-    "merge_state_dicts, exclude": Case("pt", TIES, {**NONE, "exclude": "embed"}, IN_MEMORY),
     "merge_state_dicts, ae": Case("pt", TA, FAST, IN_MEMORY),
     "merge_state_dicts, rand_proj": Case("pt", NEGATE, RAND_PROJ, IN_MEMORY),
-    "merge_state_dicts, weights": Case("pt", TIES, {**BALANCED, "trim": "tensor"}, IN_MEMORY,
-        own=WEIGHTS),
+    "merge_state_dicts, weights": Case("pt", TIES, {**BALANCED, "trim": "tensor",
+        "exclude": "embed"}, IN_MEMORY, own=WEIGHTS),
     "library": Case("safetensors", TA, {**PCA, "lambda": 0.3}, LIBRARY, own=WEIGHTS),
-    "library, exclude": Case("ckpt", TIES, {**NONE, "exclude": "embed", "merge_func": "mean"},
-        LIBRARY),
-    "library, tensor": Case("twice", TIES, {**BALANCED, "trim": "tensor"}, LIBRARY),
+    "library, exclude": Case("twice", TIES, {**BALANCED, "exclude": "kernel", "trim": "tensor",
+        "merge_func": "mean"}, LIBRARY),
     "library, negate": Case("ckpt", NEGATE, {**PCA, "forget": "code, safety", "alpha": 0.6,
         "lambda": 0.1}, LIBRARY),
 }  # fmt: skip
@@ -328,17 +307,15 @@ def loaded(loader: str, result: Result) -> Tensors:
     return state
 
 
-@pytest.mark.parametrize("count", [1, 3, 5, None])
-def test_balanced_addition_is_mergekit_s_task_arithmetic_over_all_tasks(count, world, tmp_path):
+def test_balanced_addition_is_mergekit_s_task_arithmetic_over_all_tasks(world, tmp_path):
     models = world("llama")
     weights = {index: {"weight": 1.0} for index in range(5)}
     keys = {"normalize": False, "lambda": 0.3}
     document = recipe("task_arithmetic", models.base, models.listed, weights, **keys)
-    stock = merge(document, tmp_path / "stock").tensors
-    keys = {"basis": "balanced", "num_bases": count} if count else {"basis": "none"}
-    keys |= {"lambda_scale": "tasks", "lambda": 0.3}
-    ours = merge(recipe("basis_ta", models.base, models.listed, **keys), tmp_path / "out").tensors
-    assert_close(ours, {n: t.double() for n, t in stock.items()}, models.states[0])
+    stock = {n: t.double() for n, t in merge(document, tmp_path / "stock").tensors.items()}
+    for number, sizes in enumerate((NONE, {"basis": "balanced", "num_bases": 1}, BALANCED)):
+        ours = models.merge(TA, tmp_path / str(number), **sizes, **SCALED, lambda_=0.3)
+        assert_close(ours.tensors, stock, models.states[0])
 
 
 @pytest.mark.parametrize(
@@ -378,8 +355,8 @@ def test_slices_may_repeat_drop_and_reorder_layers(method, order, tmp_path):
 @pytest.mark.parametrize("make", [vit, llava])
 def test_no_tensor_is_lost_in_silence(make: Any, tmp_path: Path) -> None:
     """mergekit 0.1.5 misses parts of some architectures; the facts name each lost tensor."""
-    base, models = family(tmp_path, make, THREE, tokenizer=make is llava)
-    result = merge(recipe("basis_ta", base, models, basis="none"), tmp_path / "out")
+    base, models = family(tmp_path, make, ["math"], tokenizer=make is llava)
+    result = merge(recipe(TA, base, models, **NONE), tmp_path / "out")
     stored = {name: tensor.numel() for name, tensor in load(base).items()}
     written = sum(tensor.numel() for tensor in result.tensors.values())
     named = sum(stored[name] for name in result.facts["left_out"])
@@ -390,10 +367,7 @@ def test_no_tensor_is_lost_in_silence(make: Any, tmp_path: Path) -> None:
 
 
 def test_dtypes_of_files(world: World, tmp_path: Path) -> None:
-    models = world("mixed dtypes")
-    keys = {"basis": "none", "density": 0.1}
-
-    document = recipe("basis_ties", models.base, models.listed, dtype=None, **keys)
+    document = world("mixed dtypes").recipe(TIES, dtype=None, **NONE, density=0.1)
 
     def merged(name: str, **dtypes: Any) -> Result:
         return merge(document | dtypes, tmp_path / name)
@@ -409,14 +383,21 @@ def test_dtypes_of_files(world: World, tmp_path: Path) -> None:
                 assert cast.tensors[tensor].dtype == kind
 
 
-def test_dtypes_in_memory(world: World) -> None:
-    states = dict(zip(("base", *THREE), world("pt").states, strict=True))
-    del states["math"]  # left are bfloat16 and float16
+def two_tensors(world: World) -> dict[str, dict[str, Tensor]]:
+    """A base and three models; `math` is in float32, the others are in bfloat16 and float16."""
+    states = zip(("base", *THREE), world("pt").states, strict=True)
+    return {key: {name: state[name] for name in ("layer", "bias")} for key, state in states}
 
-    floats = {k: {n: t for n, t in s.items() if n in ("layer", "bias")} for k, s in states.items()}
-    merged = partial(
-        merge_methods.merge_state_dicts, floats, "basis_ta", base="base", parameters=NONE
-    )
+
+def in_ta(states: dict[str, dict[str, Tensor]], lambda_: Any = 0.4, **dtypes: Any) -> Any:
+    keys = {**NONE, "lambda": lambda_}
+    return merge_methods.merge_state_dicts(states, TA, base="base", parameters=keys, **dtypes)
+
+
+def test_dtypes_in_memory(world: World) -> None:
+    states = two_tensors(world)
+    del states["math"]
+    merged = partial(in_ta, states)
     whole = merged(dtype=torch.float32)
     for kind, options in {
         torch.float32: {},  # what bfloat16 and float16 promote to
@@ -428,20 +409,14 @@ def test_dtypes_in_memory(world: World) -> None:
 
 
 def test_a_lambda_for_each_tensor_in_memory(world: World) -> None:
-    states = dict(zip(("base", *THREE), world("pt").states, strict=True))
-    floats = {k: {n: t.float() for n, t in s.items() if n in ("layer", "bias")}
-              for k, s in states.items()}  # fmt: skip
-    merged = partial(merge_methods.merge_state_dicts, floats, "basis_ta", base="base")
-    both = [merged(parameters={**NONE, "lambda": by}) for by in (0.4, 0.2)]
-    each = merge_methods.PerGroupValues([0.4, 0.2])
-    found = merged(parameters={**NONE, "lambda": each})
+    states = two_tensors(world)
+    both = [in_ta(states, by) for by in (0.4, 0.2)]
+    found = in_ta(states, merge_methods.PerGroupValues([0.4, 0.2]))
     for place, (name, tensor) in enumerate(found.items()):
-        assert torch.equal(tensor, both[place][name]) and not torch.equal(
-            tensor, both[place - 1][name]
-        )
-    wrong = merge_methods.PerGroupValues([0.4, "much"])
+        assert torch.equal(tensor, both[place][name])
+        assert not torch.equal(tensor, both[place - 1][name])
     with pytest.raises(ValueError, match="`lambda` is 'much'"):
-        merged(parameters={**NONE, "lambda": wrong})
+        in_ta(states, merge_methods.PerGroupValues([0.4, "much"]))
 
 
 def test_modules_views_and_float64() -> None:
@@ -454,16 +429,15 @@ def test_modules_views_and_float64() -> None:
     assert not turned["math"]["transformer.wte.weight"].is_contiguous()
     alone = [modules[key].get_parameter("transformer.wte.weight") for key in modules]
     keys = {"parameters": NONE, "base_index": 0, "name": "w"}
-    merged = merge_methods.merge_tensors(alone, "basis_ta", **keys)
+    merged = merge_methods.merge_tensors(alone, TA, **keys)
     dense = Dense({"w": alone[0].detach()}, [{"w": t.detach()} for t in alone[1:]], ["w"])
-    plain = expect(dense, "basis_ta", {"basis": "none"}, {}, THREE)
-    assert_close({"w": merged}, plain.tensors, dense.base)
+    assert_close({"w": merged}, expect(dense, TA, NONE, {}, THREE).tensors, dense.base)
     double = {key: {n: t.double() for n, t in state.items()} for key, state in turned.items()}
     states = list(turned.values())
     names = [name for name in states[0] if name != "lm_head.weight"]
-    want = expect(Dense(states[0], states[1:], names), "basis_ta", {"basis": "none"}, {}, THREE)
+    want = expect(Dense(states[0], states[1:], names), TA, NONE, {}, THREE)
     for given in (modules, turned, double):
-        merged = merge_methods.merge_state_dicts(given, "basis_ta", base="base", parameters=NONE)
+        merged = in_ta(given)
         assert_close(merged, want.tensors, states[0])
         kind = torch.float64 if given is double else torch.float32
         assert all(t.dtype == kind and not t.requires_grad for t in merged.values())

@@ -3,8 +3,8 @@
 The dense one is written from the paper: AE_Train is autograd Adam (`reference.adam`), the rotation
 of `balanced` is open in the formulas and is taken from the product, and what they do say of it is
 checked at every step. Adam sees float32 rounding of G only: 100 to 4000 steps, 16 compressions in a
-row, left a relative difference of the bases of 1e-7 to 1e-6; 100 steps are taken, for time, and the
-learned decoder, which few steps leave well-conditioned, unlike least squares.
+row, left a relative difference of the bases of 1e-7 to 1e-6. For time there are 100 steps and 8
+compressions, and the learned decoder, which few steps leave well-conditioned.
 """
 
 import re
@@ -91,7 +91,8 @@ class Naive:
                 self.weights = None
             else:
                 assert inner is not None and self.weights is not None
-                check_balanced(gram, self.weights, inner)
+                # The product saw the G of bases in float32.
+                reference.check_encoder("balanced", gram, inner, self.weights, (1e-5, 1e-9))
                 found = reference.from_encoder(gram, inner)
                 self.condition = max(self.condition, np.linalg.cond(inner.T @ gram @ inner))
                 self.weights = np.full(count - 1, self.weights.sum() / (count - 1))
@@ -117,19 +118,6 @@ class Naive:
         """v: w with mean 1."""
         count = self.bases.shape[1]
         return np.ones(count) if self.weights is None else self.weights / self.weights.mean()
-
-
-def check_balanced(gram: Array, weights: Array, inner: Array) -> None:
-    """What the formulas say of the encoder for task weights w."""
-    count = inner.shape[1]
-    assert inner.min() >= 0
-    np.testing.assert_allclose(inner.sum(axis=0), 1, atol=1e-12)
-    np.testing.assert_allclose(inner.sum(axis=1), count / weights.sum() * weights, rtol=1e-11)
-    total = gram @ weights
-    deflated = gram - np.outer(total, total) / (weights @ total)
-    bound = np.sort(np.linalg.eigvalsh(deflated))[::-1][count - 1 :].sum()
-    reached = reference.loss(gram, reference.from_encoder(gram, inner).reconstruction)
-    assert reached <= bound * (1 + 1e-5) + 1e-9 * np.trace(gram)
 
 
 def matrix_of(bases: Bases) -> Array:
@@ -229,12 +217,12 @@ def check_merges(bases: Bases, base: State, naive: Naive, forget: int = 0) -> No
 @pytest.mark.parametrize("built", [False, True], ids=["from nothing", "onto a build"])
 @pytest.mark.parametrize("how", ["balanced", "ae"])
 def test_additions_are_those_of_the_paper(how: Any, built: bool) -> None:
-    base, models = family(20)
-    order = [int(index) for index in (np.arange(20) * 7 + 3) % 20]
+    base, models = family(12)
+    order = [int(index) for index in (np.arange(12) * 7 + 3) % 12]
     more: dict[str, Any] = {"steps": 100, "decoder": "learned"} if how == "ae" else {}
     naive, bases = Naive(Dense(base, models, list(SHAPES)), 4, how, **more), None
     if built:  # its settings are those of all additions
-        first, order = order[:8], order[8:]
+        first, order = order[:6], order[6:]
         states = {f"t{i}": models[i] for i in first}
         bases = tvb.build(base, states, basis=how, num_bases=4, **more)
         assert bases.encoder is not None
@@ -252,7 +240,7 @@ def test_additions_are_those_of_the_paper(how: Any, built: bool) -> None:
         check_state(bases, naive)
         more = {}
     assert bases is not None
-    check_merges(bases, base, naive, forget=11)
+    check_merges(bases, base, naive, forget=7)
 
 
 # Properties
@@ -265,18 +253,19 @@ KINDS = st.one_of(
     st.just("mixture"),
     st.just("orthogonal"),
 )
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+UNITS = {torch.float32: 2e-7, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # of rounding
+SIZE = 600
 
 
-def next_vector(kind: Any, before: list[Tensor], draw: torch.Generator, size: int) -> Tensor:
+def next_vector(kind: Any, before: list[Tensor], draw: torch.Generator) -> Tensor:
     """A task vector that relates to those before in one of the ways that are hard."""
-    noise = 0.02 * torch.randn(size, generator=draw)
+    noise = 0.02 * torch.randn(SIZE, generator=draw)
     if not before or kind == "new":
         return noise + (0.5 * before[0] if before else 0.0)
     if kind == "mixture":
         return sum((0.3 + 0.1 * i) * v for i, v in enumerate(before)) / len(before)  # type: ignore[return-value]
     if kind == "orthogonal":
-        fresh = torch.zeros(size)
+        fresh = torch.zeros(SIZE)
         fresh[len(before)] = 0.7
         return fresh
     old = before[kind[1] % len(before)]
@@ -289,17 +278,15 @@ class Stream:
 
     kinds: list[Any]
     weights: list[float]
-    dtype: str
+    dtype: torch.dtype
     seed: int
-    size: int = 600
-    vectors: list[Tensor] = field(init=False)
+    vectors: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         draw = torch.Generator().manual_seed(self.seed)
-        self.vectors = []
         for kind in self.kinds:
-            self.vectors.append(next_vector(kind, self.vectors, draw, self.size))
-        self.base = {"w": torch.zeros(self.size)}  # so that float32 differences are exact
+            self.vectors.append(next_vector(kind, self.vectors, draw))
+        self.base = {"w": torch.zeros(SIZE)}  # so that float32 differences are exact
 
     def build(self, count: int, basis: str, budget: int) -> Bases:
         more: dict[str, Any] = {} if basis == "none" else {"num_bases": min(budget, count)}
@@ -309,7 +296,7 @@ class Stream:
             self.base,
             {f"t{i}": {"w": v} for i, v in enumerate(self.vectors[:count])},
             weights={f"t{i}": w for i, w in enumerate(self.weights[:count])},
-            dtype=DTYPES[self.dtype],
+            dtype=self.dtype,
             basis=basis,  # type: ignore[arg-type]
             **more,
         )
@@ -317,19 +304,18 @@ class Stream:
     def add(self, bases: Bases | None, **more: Any) -> Bases:
         index = 0 if bases is None else len(bases.tasks)
         vector, weight = {"w": self.vectors[index]}, self.weights[index]
-        kind = DTYPES[self.dtype]
-        return tvb.add(bases, self.base, vector, f"t{index}", weight=weight, dtype=kind, **more)
+        more |= {"weight": weight, "dtype": self.dtype}
+        return tvb.add(bases, self.base, vector, f"t{index}", **more)
 
     def check(self, bases: Bases, known: bool, tight: bool) -> None:
         """`known`: whether all inner products are; `tight`: whether the errors are numbers."""
         count = len(bases.tasks)
-        unit = {"float32": 2e-7, "bfloat16": 4e-3, "float16": 5e-4}[self.dtype]
+        unit = UNITS[self.dtype]
         tau = torch.stack(self.vectors[:count]).T.double().numpy() * np.array(self.weights[:count])
         stored = np.stack([v.tensor("w").double().numpy() for v in bases.vectors], axis=1)
         assert bases.encoder is not None
         encoder, scale = bases.encoder.numpy(), np.linalg.norm(tau)
-        # convex columns
-        assert encoder.min() >= 0
+        assert encoder.min() >= 0  # convex columns
         np.testing.assert_allclose(encoder.sum(axis=0), 1, atol=1e-12)
         assert np.linalg.norm(stored - tau @ encoder) <= 2 * count * unit * scale
         if bases.basis_weights is not None:
@@ -344,14 +330,14 @@ class Stream:
         assert ("gram" in bases.tensors) == known == (bases.facts["loss"] is not None)
         if known:
             assert off(bases.tensors["gram"].numpy(), tau.T @ tau) <= 3 * unit
-        check_errors(bases, stored, tau, tight and self.dtype == "float32")
+        check_errors(bases, stored, tau, tight and self.dtype == torch.float32)
 
 
 STREAMS = st.builds(
     Stream,
-    st.lists(KINDS, min_size=2, max_size=12),
+    st.lists(KINDS, min_size=2, max_size=9),
     st.lists(st.sampled_from([1.0, 0.5, 2.0, -1.0]), min_size=12, max_size=12),
-    st.sampled_from(list(DTYPES)),
+    st.sampled_from(list(UNITS)),
     st.integers(0, 1000),
 )
 BEGINNINGS = {  # the basis of a build, or None, and how to compress -> how to go on
@@ -365,7 +351,7 @@ BEGINNINGS = {  # the basis of a build, or None, and how to compress -> how to g
 }
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(STREAMS, st.integers(2, 5), st.sampled_from(list(BEGINNINGS)))
 def test_the_truth_lies_in_the_bounds(stream, budget, begin):
     basis, how = begin
