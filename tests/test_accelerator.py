@@ -1,8 +1,9 @@
-"""The code for accelerators on a CUDA device that is not there: equal results, counted copies.
+"""Accelerators on a CPU: placement, clear refusals, and a CUDA device that is not there.
 
-Tensors of this device wrap CPU tensors that nothing else reaches. An operation fails if it mixes
-devices, or if PyTorch's table has no CUDA kernel for it. So does a change of memory that a GPU may
-still read, and a copy that converts on the host.
+Results on this device are equal, and copies are counted. Tensors of this device wrap CPU tensors
+that nothing else reaches. An operation fails if it mixes devices, or if PyTorch's table has no CUDA
+kernel for it. So does a change of memory that a GPU may still read, and a copy that converts on the
+host.
 """
 
 import functools
@@ -18,6 +19,10 @@ from typing import Any
 import pytest
 import torch
 import torchgen
+from commands import recipe
+from mergekit.config import MergeConfiguration
+from mergekit.merge import run_merge
+from mergekit.options import MergeOptions
 from passing import combine, gram_of
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -25,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tvb_mergekit import Bases, attach, build
+from tvb_mergekit.cli.options import auto_device
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.gram import BLOCK, Sketch
 from tvb_mergekit.core.learned import FisherMean, Stitch, regression_mean
@@ -35,6 +41,7 @@ from tvb_mergekit.store.export import items_of
 from tvb_mergekit.tensors import layout, passes, stream
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import CPU, Engine
+from tvb_mergekit.tensors.layout import MEMORY, Needs, plan_layout
 from tvb_mergekit.tensors.merging import basis_of, build_basis, merge_items, one_pass
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -63,13 +70,19 @@ def matrices(*scalars: int) -> tuple[int, int]:
 
 
 @functools.cache
+def table() -> dict[str, str]:
+    """PyTorch's entries by the names of the operations."""
+    entries = re.split(r"^- func: ", TABLE.read_text(), flags=re.MULTILINE)
+    return {entry.partition("(")[0]: entry for entry in entries}
+
+
+@functools.cache
 def has_kernel(name: str) -> bool:
-    name, text = re.escape(name.removeprefix("aten::")), TABLE.read_text()
-    found = re.search(rf"^- func: {name}\(.*?(?=^- func|\Z)", text, re.MULTILINE | re.DOTALL)
-    if found and (delegate := re.search(r"structured_delegate: (\S+)", found[0])):
+    entry = table().get(name.removeprefix("aten::"), "")
+    if delegate := re.search(r"structured_delegate: (\S+)", entry):
         return has_kernel(delegate[1])
     given = r"\bCUDA\b.*:|Composite\w+:|ufunc_inner_loop:"
-    return not found or "dispatch:" not in found[0] or bool(re.search(given, found[0]))
+    return "dispatch:" not in entry or bool(re.search(given, entry))
 
 
 class Device(TorchDispatchMode):
@@ -243,25 +256,30 @@ def merged(
     return {"G": basis.sums.gram, **sink.states[0]}
 
 
+BOTH = (False, True)
+PROJECTION = {"basis": "rand_proj", "forget": "a", "alpha": 1}
+BY_TENSOR = {**ALL, "trim": "tensor"}
+MERGES: list[tuple[str, Any, Any, tuple[bool, ...]]] = [
+    ("basis_ta", {"basis": "balanced"}, [GRAM, LINEAR], BOTH),
+    # Omega for G, then Omega, and weights and scales of two terms.
+    ("basis_negate", PROJECTION,
+     [(GRAM[0] + PIECES, GRAM[1] + 2 * PIECES), (2 * PIECES + 4, PIECES)], BOTH),
+    ("basis_ties", ALL, [COUNT, (0, GRAM[1]), TRIM], BOTH),  # G on the way
+    # Two sweeps for each tensor. The second needs two sizes for each piece and basis.
+    ("basis_ties", BY_TENSOR, [GRAM, COUNT, COUNT, (8, 4 + PIECES * T * 2), TRIM], BOTH),
+    ("basis_iso", ALL, [GRAM, matrices(0, 4)], (False,)),
+    ("basis_iso", {**ALL, "common": 0.5}, [GRAM, matrices(0, 17)], (True,)),
+    ("basis_tsvm", ALL, [GRAM, matrices(0, 17)], (False,)),
+    ("basis_wudi", {**ALL, "flow_time": 30}, [GRAM, matrices(1, 11)], (False,)),
+    ("basis_wudi", {**ALL, "flow_time": "exact"}, [GRAM, matrices(1, 11)], (True,)),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("method", "keys", "passes"),
-    [
-        ("basis_ta", {"basis": "balanced"}, [GRAM, LINEAR]),
-        ("basis_negate", {"basis": "rand_proj", "forget": "a", "alpha": 1},
-         # Omega for G, then Omega, and weights and scales of two terms.
-         [(GRAM[0] + PIECES, GRAM[1] + 2 * PIECES), (2 * PIECES + 4, PIECES)]),
-        ("basis_ties", ALL, [COUNT, (0, GRAM[1]), TRIM]),  # G on the way
-        # Two sweeps for each tensor. The second needs two sizes for each piece and basis.
-        ("basis_ties", {**ALL, "trim": "tensor"},
-         [GRAM, COUNT, COUNT, (8, 4 + PIECES * T * 2), TRIM]),
-        ("basis_iso", ALL, [GRAM, matrices(0, 4)]),
-        ("basis_iso", {**ALL, "common": 0.5}, [GRAM, matrices(0, 17)]),
-        ("basis_tsvm", ALL, [GRAM, matrices(0, 17)]),
-        ("basis_wudi", {**ALL, "flow_time": 30}, [GRAM, matrices(1, 11)]),
-        ("basis_wudi", {**ALL, "flow_time": "exact"}, [GRAM, matrices(1, 11)]),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize(("folder", "late"), [(False, False), (True, True)], indirect=["folder"])
+    ("method", "keys", "passes", "late", "folder"),
+    [(*case, late, late) for *case, each in MERGES for late in each],
+    indirect=["folder"],
+)
 def test_merges(
     method: str, keys: Any, passes: Any, late: bool, folder: Path, device: Device
 ) -> None:
@@ -340,3 +358,67 @@ def test_live(stored: tuple[Path, Bases], device: Device, monkeypatch: pytest.Mo
         states.append({name: tensor.detach().cpu() for name, tensor in model.items()})
     assert counts == [{"down": len(list(base.samples()))}, {"up": 3}, {"down": 3}]
     assert all(torch.equal(states[1][name], states[0][name]) for name in SHAPES)
+
+
+# Placement and refusals
+
+
+@pytest.mark.parametrize(
+    ("method", "keys"),
+    [
+        ("basis_ta", {"basis": "balanced"}),
+        ("basis_ties", ALL),
+        ("basis_ties", BY_TENSOR),
+        ("basis_negate", PROJECTION),
+    ],
+)
+def test_default_device_of_a_worker_does_not_leak(method: str, keys: Any, folder: Path) -> None:
+    """mergekit's GPU workers run under `torch.device(cuda:i)`; `meta` stands for it here."""
+    items = items_in(folder)
+    here = merged(method, items, Engine([CPU]), keys)
+    with torch.device("meta"):
+        there = merged(method, items, Engine([CPU]), keys)
+    assert all(torch.equal(there[name], here[name]) for name in here)
+
+
+def test_every_device_gets_its_threads() -> None:
+    devices = [torch.device("cuda", index) for index in range(3)]
+    assert plan_layout(Needs(8, 18, 2), Engine(devices, MEMORY)).workers == 4 * tuple(devices)
+
+
+def test_each_process_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert auto_device() == "cuda"
+    found = []
+    for rank in range(4):
+        for name, value in (("WORLD_SIZE", "8"), ("RANK", rank + 4), ("LOCAL_RANK", rank)):
+            monkeypatch.setenv(name, str(value))
+        found.append(auto_device())
+    assert found == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+
+
+def test_an_error_in_one_worker_stops_the_others() -> None:
+    made = torch.ones(6, 3, 5000)
+    made[2, 2, 17] = torch.nan
+    items = [stream.held_item(f"layer.{n}", base, models) for n, (base, *models) in enumerate(made)]
+    with pytest.raises(ValueError, match=r"layer\.2.*`b` holds 1 NaN"):
+        gram_of(items, TASKS[:2], Engine([CPU, CPU]))
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU is there")
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"cuda": True}, "device `cuda` cannot be used here"),
+        ({"device": "cdua"}, "device `cdua` cannot be used here: .*; name another, such as cpu"),
+        ({"multi_gpu": True}, "--multi-gpu: PyTorch sees no accelerator"),
+    ],
+)
+def test_a_missing_device_is_refused_before_reading(options, wanted, tiny_models, tmp_path):
+    made = recipe("basis_ta", tiny_models / "base", [tiny_models / "a"])
+    with pytest.raises(RuntimeError, match=wanted):
+        run_merge(
+            MergeConfiguration.model_validate(made), str(tmp_path / "out"), MergeOptions(**options)
+        )
+    assert not (tmp_path / "out").exists()

@@ -24,7 +24,7 @@ from tvb_mergekit.tensors.writing import MemorySink
 
 DTYPES = list(KINDS)
 SOURCE = "def added(x):\n    return x + %d\n"
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=40, deadline=None)
 
 
 def test_environments_share_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

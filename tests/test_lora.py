@@ -107,7 +107,7 @@ def families(draw: st.DrawFn) -> list[dict[str, Factors]]:
 
 
 @given(families())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_factors_are_the_dense_matrices(updates):
     shapes = {name: both.shape for each in updates for name, both in each.items()}
     zero = {name: Factors(torch.zeros(m, 1), torch.zeros(1, n)) for name, (m, n) in shapes.items()}
@@ -408,12 +408,25 @@ def near(found: Tensor, expected: Tensor) -> None:
     assert float(error) < 1e-5
 
 
-def test_bases_are_the_dense_combinations(adapters: Models, tmp_path: Path) -> None:
-    bases, tau = adapters.build(tmp_path / "store", **BALANCED), task_vectors(adapters)
-    near(bases.tensors["gram"], tau.T @ tau)
-    near(vectors_of(tmp_path / "store", adapters), tau @ bases.encoder)
+def test_bases_are_the_dense_combinations_and_get_an_adapter(
+    adapters: Models, tmp_path: Path
+) -> None:
+    folder, tau = tmp_path / "store", task_vectors(adapters)
+    bases, built = adapters.build(folder, tasks=["math", "safety"], **BALANCED), tau[:, [0, 2]]
+    near(bases.tensors["gram"], built.T @ built)
+    near(vectors_of(folder, adapters), built @ bases.encoder)
     numels = [v.numel() for n, v in adapters.states[0].items() if "proj" in n]
     assert bases.facts["num_parameters"] == sum(numels)
+    # it targets fewer modules than the store holds
+    tvb("add", folder, adapters.listed[1], "--task", "code", "--budget", 3, "--quiet")
+    bases, found = store.load(folder), vectors_of(folder, adapters)
+    near(found, tau[:, [0, 2, 1]] @ bases.encoder)
+    near(found[:, 2], tau[:, 1])
+    train(adapters.base, tmp_path / "more", target_modules=["embed_tokens", "q_proj"])
+    before = contents(folder)
+    said = refused("add", folder, f"{adapters.base}+{tmp_path / 'more'}", "--task", "more")
+    assert "`model.embed_tokens.weight`" in said and "no adapter targets it" in said
+    assert before == contents(folder)
 
 
 # What is not s B A, or not only adapters
@@ -466,18 +479,3 @@ def test_adapters_of_another_base(adapters: Models, tmp_path: Path) -> None:
     file = commands.write(recipe("basis_ta", "./nowhere", ["./nowhere+./here"]), tmp_path / "r")
     for words in (("check", file), ("build", file, tmp_path / "out")):
         assert "model ./nowhere: no such folder (from " in refused(*words)
-
-
-def test_add_an_adapter(adapters: Models, tmp_path: Path) -> None:
-    folder, tau = tmp_path / "store", task_vectors(adapters)
-    adapters.build(folder, tasks=["math", "safety"], **BALANCED)
-    # it targets fewer modules than the store holds
-    tvb("add", folder, adapters.listed[1], "--task", "code", "--budget", 3, "--quiet")
-    bases, found = store.load(folder), vectors_of(folder, adapters)
-    near(found, tau[:, [0, 2, 1]] @ bases.encoder)
-    near(found[:, 2], tau[:, 1])
-    train(adapters.base, tmp_path / "more", target_modules=["embed_tokens", "q_proj"])
-    before = contents(folder)
-    said = refused("add", folder, f"{adapters.base}+{tmp_path / 'more'}", "--task", "more")
-    assert "`model.embed_tokens.weight`" in said and "no adapter targets it" in said
-    assert before == contents(folder)
