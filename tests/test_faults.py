@@ -166,6 +166,7 @@ RECIPES = {
         setup=lambda f: (f / "recipe.yml").write_bytes(b"merge_method: linear\n# \xe4\n"),
         wants=("recipe.yml, line 2: no UTF-8",),
     ),
+    "date of no calendar": Case("merge_method: 2024-13-01", ("recipe.yml: not a YAML", "month")),
     "key twice": Case(
         "parameters: {lambda: 1}\n" + yaml.safe_dump(recipe()), ("`parameters`", "twice|second")
     ),
@@ -335,6 +336,9 @@ OF_FILES = {
     ),
     "shard lacks": Case(
         setup=indexed(norm=SHARDED[0]), wants=("b: the index", f"`{NORM}`", SHARDED[0])
+    ),
+    "dotted shard lacks": Case(
+        setup=indexed(norm=f"./{SHARDED[0]}"), wants=("b: the index", f"`{NORM}`", SHARDED[0])
     ),
     "bin cut": Case(
         setup=both(lambda f: as_bin(f / "b"), cut("b/pytorch_model.bin", 0.5)),

@@ -256,6 +256,9 @@ def test_a_foreign_model_is_not_added(here: Path) -> None:
     assert "the base's" in refused(*words, "--quiet")
     done = tvb(*words, "--quiet", "--force")
     assert "1 task in 1 of at most 3 bases" in done.stdout
+    words = ["add", "codes", rolled, "--task", "x", "--base", "base", "--bits", 8, "--quiet"]
+    assert "fine-tuned from this base" in refused(*words)
+    assert "1 task" in tvb(*words, "--force").stdout
 
 
 def test_an_exact_sum_is_not_ended_in_silence(here: Path) -> None:
@@ -292,6 +295,7 @@ def test_undo_swaps_a_store_and_its_previous_state(here: Path) -> None:
 
 STRANGE = {  # what a store cannot keep -> the command that would lose it
     "grown/notes.txt": "add grown e --task e --budget 4",
+    "grown/2-basis.json": "undo grown",
     "grown/basis-003/mine.txt": "undo grown",
     "vectors/link@": "add vectors e --task e",
     "vectors/recipes/mine.yml": "remove vectors --task a",
@@ -338,6 +342,10 @@ def test_a_change_that_was_killed_between_its_renames(here: Path) -> None:
         assert f"{here / name} is in the way" in refused("undo", "grown")
         shutil.rmtree(here / name)
     tvb("add", "grown", "f", "--task", "f", "--quiet")
+    (here / "grown.previous").rename(here / "grown.new")  # as of an undo that was killed
+    mend = f"mv {here}/grown.new {here}/grown.previous"
+    assert mend in refused("undo", "grown")
+    assert os.system(mend) == 0
     shutil.rmtree(here / "grown")
     tvb("add", "grown", "f", "--task", "g", "--budget", "3", "--base", "base", "--quiet")
     assert "grown.previous is of another store" in refused("undo", "grown")

@@ -314,6 +314,8 @@ def test_models_and_files_that_do_not_fit(case, tmp_path, monkeypatch):
     name = "model.layers.0.mlp.up_proj.weight"
     for told, metadata, tensors in (
         ("by a later tvb-mergekit", {"tvb_learned": '{"version": 9}'}, held),
+        ("damaged metadata `tvb_learned`", {"tvb_learned": '{"version": '}, held),
+        ("damaged metadata `tvb_learned`", {"tvb_learned": "[]"}, held),
         (
             f"no tensor `{name}` of this shape",
             {"tvb_learned": '{"version": 1, "method": "wemoe"}'},
