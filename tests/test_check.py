@@ -1,5 +1,6 @@
 """`tvb check` refuses what the merges refuse, in the same words, and passes what they take."""
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from test_faults import ALL, OF_FILES, OF_OUTPUT, RECIPES, Case, prepare, recipe
 import tvb_mergekit
 from tvb_mergekit.cli.commands import main
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.output import StagedFolder
 
 # What only writing shows, or what is about another command or its output.
@@ -192,3 +194,16 @@ def test_disk_is_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         out = merge(recipe(parameters, dtype=dtype or ...), tmp_path / f"out{number}").folder
         found = sum(f.stat().st_size for f in out.glob("model*.safetensors"))
         assert abs(float(merged) - found / 1e6) < 0.15
+
+
+def test_a_shard_in_a_folder_is_read_from_there(tmp_path: Path) -> None:
+    """Not from a file of its name beside the index."""
+    base, _ = tiny.family(tmp_path, tasks=())
+    wanted, weights = tiny.load(base), base / "model.safetensors"
+    (base / "w").mkdir()
+    weights.rename(base / "w" / weights.name)
+    save_file({name: 0 * value for name, value in wanted.items()}, weights)
+    places = {name: f"./w/{weights.name}" for name in wanted}
+    (base / f"{weights.name}.index.json").write_text(json.dumps({"weight_map": places}))
+    opened = Checkpoint.open(base)
+    assert all(opened.tensor(name).equal(value) for name, value in wanted.items())

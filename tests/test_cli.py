@@ -38,6 +38,7 @@ from tvb_mergekit.progress import bars
 from tvb_mergekit.store import store
 
 TVB = Path(sys.executable).with_name("tvb")
+WEIGHTS = "model.safetensors"
 COMMANDS = "build inspect add undo remove export push merge check score learn tune cache".split()
 
 
@@ -455,6 +456,21 @@ def test_the_base_has_moved(here: Path) -> None:
         said = refused(*words)
         assert "base: no such file or folder" in said and "--base" in said
         run(*words, "--base", "moved", "--quiet")
+
+
+def test_a_folder_whose_name_mergekit_would_split(here: Path) -> None:
+    """At `+` an adapter begins, at `@` a revision."""
+    folder = here / "c++/a@b"
+    shutil.copytree(here / "base", folder / "base")
+    shutil.copytree(here / "new-model", folder / "model")
+    run("build", "recipe.yml", folder / "store", "--quiet")
+    (here / "base").rename(here / "moved")
+    options = ("--base", folder / "base", "--quiet")
+    run("add", folder / "store", folder / "model", "--task", "new", *options)
+    run("merge", folder / "store", here / "one", "--method", "add", *options)
+    (here / "moved").rename(here / "base")
+    processes.run(["mergekit-yaml", folder / "store/recipes/add.yml", "two", "--quiet"], here)
+    assert (here / "one" / WEIGHTS).read_bytes() == (here / "two" / WEIGHTS).read_bytes()
 
 
 # The cache

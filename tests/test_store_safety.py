@@ -298,6 +298,7 @@ STRANGE = {  # what a store cannot keep -> the command that would lose it
     "grown/2-basis.json": "undo grown",
     "grown/basis-003/mine.txt": "undo grown",
     "vectors/link@": "add vectors e --task e",
+    "grown/folder@": "undo grown",
     "vectors/recipes/mine.yml": "remove vectors --task a",
     "grown/notes/pipe|": "undo grown",
 }
@@ -306,7 +307,10 @@ STRANGE = {  # what a store cannot keep -> the command that would lose it
 def test_a_file_that_a_change_would_lose_is_refused_before_the_work(here, monkeypatch):
     made = recipe("basis_ta", here / "base", [here / task for task in "abc"])
     tvb("build", write(made, here / "vectors"), "vectors", "--bits", "8", "--quiet")
-    make = {"|": os.mkfifo, "@": lambda path: path.symlink_to("/nowhere")}
+    make = {
+        "|": os.mkfifo,
+        "@": lambda path: path.symlink_to({"link": "/nowhere"}.get(path.name, "/")),
+    }
     monkeypatch.setattr("tvb_mergekit.store.addition.gram_pass", None)
     for name, words in STRANGE.items():
         mine = here / name.rstrip("|@")

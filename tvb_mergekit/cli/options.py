@@ -323,14 +323,14 @@ def document_of(recipe: str, method: str | None, base: str | None) -> Document:
             raise UserError(f"{recipe} is a recipe: --method and --base belong to a STORE")
         return read_recipe(recipe)
     from tvb_mergekit.settings import hint
-    from tvb_mergekit.store.recipes import templates
+    from tvb_mergekit.store.recipes import templates, with_paths
 
     bases = load_store(recipe)
     known = templates(bases.facts, os.path.abspath(recipe), base_of(bases, base)[0])
     if method in known:
         from tvb_mergekit.plugin.document import from_mapping  # `base_of` has checked mergekit
 
-        return from_mapping(known[method][1])
+        return from_mapping(with_paths(known[method][1]))
     if "add" not in known and method == "add":
         raise UserError(
             f"the bases in {recipe} are random directions (rand_proj): they have no sum to merge"

@@ -236,6 +236,7 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
     from tvb_mergekit.store.add import add_to_store
     from tvb_mergekit.store.addition import Growth
     from tvb_mergekit.store.build import build_store
+    from tvb_mergekit.store.recipes import with_paths
 
     engine, quantize = engine_of(values), _quantize(values["bits"], None)
     budget, compress, dtype = (values[key] for key in ("budget", "compress", "dtype"))
@@ -254,7 +255,8 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
         base, parameters, names = _standing(store, base, dtype, budget)
     listed_model = {"model": model, "parameters": {"task": task, "weight": values["weight"]}}
     recipe = {"merge_method": "basis_ta", "base_model": base, "models": [listed_model]}
-    inputs = open_models(from_mapping(recipe | {"parameters": parameters}), values, names)
+    document = from_mapping(with_paths(recipe | {"parameters": parameters}))
+    inputs = open_models(document, values, names)
     own = dtype_of(dtype) or inputs.own_dtype
     doubt = logging.warning if values["force"] else _refuse
     growth = Growth(budget, compress, own, quantize, doubt, click.echo)

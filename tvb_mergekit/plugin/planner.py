@@ -246,7 +246,7 @@ def check_tokenizer_source(config: MergeConfiguration) -> None:
             if not any(os.path.isfile(os.path.join(path, name)) for name in TOKENIZER_FILES):
                 raise UserError(
                     f"`tokenizer_source` is {source}: model {path} has no tokenizer files "
-                    "(tokenizer.json ...); copy them there, or leave the key out"
+                    "(tokenizer.json ...); use `base`, or copy them there if it is in no store"
                 )
         elif not may_be_on_the_hub(path):
             raise UserError(f"`tokenizer_source` {source}: no folder {path} (from {os.getcwd()})")

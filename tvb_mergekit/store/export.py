@@ -231,7 +231,8 @@ def _write_files(
     if base is None or not isinstance(source, Checkpoint):
         return files
     for file in sorted(source.folder.iterdir()):
-        if not file.name.endswith(ENDINGS) or file.name.endswith(".index.json"):
+        wanted = file.name.endswith(ENDINGS) and not file.name.endswith(".index.json")
+        if not wanted or not file.is_file():
             continue
         files[file.name] = (record := record_of(file)).xxh3_128
         twin = base / file.name

@@ -7,6 +7,7 @@ paths from the current folder; `located` gives it absolute ones.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,23 @@ def located(recipe: Any, path: str | os.PathLike[str]) -> Any:
         ]
     own = base == os.path.join("..", facts.store.base_beside or "")
     base = base_of(facts, folder.parent) if own else place(base)
-    return {**recipe, "base_model": base, "models": models}
+    return with_paths({**recipe, "base_model": base, "models": models})
+
+
+def with_paths(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe with paths as mappings if mergekit would split their text, at `+` or `@`."""
+
+    def model(name: object) -> object:
+        path = isinstance(name, str) and re.search("[+@]", name) and os.path.exists(name)
+        return {"model": {"path": name}} if path else name
+
+    models = recipe.get("models")
+    if isinstance(models, list):
+        models = [
+            {**entry, "model": model(entry.get("model"))} if isinstance(entry, dict) else entry
+            for entry in models
+        ]
+    return {**recipe, "base_model": model(recipe.get("base_model")), "models": models}
 
 
 def times(setting: Any, factor: float) -> Any:

@@ -189,7 +189,8 @@ def _check_own(store: Path, facts: StoreFacts) -> None:
         place = entry.relative_to(store).as_posix()
         # A kill right after a build leaves WORKING files, of each process too: 0-journal.jsonl
         left = place.lstrip("0123456789-") in forms.WORKING
-        if not entry.is_dir() and place not in own and not left:
+        folder = entry.is_dir() and not entry.is_symlink()
+        if not folder and place not in own and not left:
             raise UserError(
                 f"{entry}: is not the store's, which cannot keep it there; move it out of {store}"
             )

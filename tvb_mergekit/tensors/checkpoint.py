@@ -91,7 +91,7 @@ class Checkpoint(Weights):
         opened: dict[str, object] = {}
         for shard, listed in names.items():
             if shard.endswith(".safetensors"):
-                held = _read_safetensors_header(folder / shard)
+                held = _read_safetensors_header(folder, shard)
             else:
                 opened[shard] = mapping = _map_pickle(folder / shard)
                 held = infos_of(mapping.items(), shard)
@@ -294,7 +294,8 @@ def _read_index(index: Path) -> Iterator[tuple[str, list[str]]]:
         yield shard, [name for name, where in weight_map.items() if str(PurePath(where)) == shard]
 
 
-def _read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
+def _read_safetensors_header(folder: Path, shard: str) -> dict[str, TensorInfo]:
+    path = folder / shard
     with path.open("rb") as file:
         try:
             safetensors.safe_open(path, framework="pt")  # compares header and file size
@@ -310,7 +311,7 @@ def _read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
         if (dtype := DTYPES.get(entry["dtype"])) is None:
             raise UserError(f"{path}: tensor `{name}` is {entry['dtype']}, which is not supported")
         offset = 8 + length + entry["data_offsets"][0]
-        infos[name] = TensorInfo(tuple(entry["shape"]), dtype, path.name, offset=offset)
+        infos[name] = TensorInfo(tuple(entry["shape"]), dtype, shard, offset=offset)
     return infos
 
 
