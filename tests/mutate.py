@@ -267,7 +267,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     "test_store_safety.py -k 'undo or would_lose or killed_between'": [
         ("store/writer.py", "(store, new), (previous, store), (new, previous)",
          "(store, new), (previous, store)"),
-        ("store/writer.py", "if not entry.is_dir() and", "if False and"),
+        ("store/writer.py", "if not folder and", "if False and"),
         ("store/writer.py", "if now.store.previous != other.checksum and", "if False and"),
     ],
     "test_store_safety.py -k 'weighted_task or keeps_its_meaning'": [
