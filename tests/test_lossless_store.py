@@ -13,23 +13,20 @@ from typing import Any
 import pytest
 import torch
 from commands import assert_same, merge, recipe, refused, tvb, write
-from safetensors.torch import save_file
-from test_lossless import same
-from test_store import in_shards, stop_at
+from formats import same
 from tiny import TASKS, llama, load
 from transformers import AutoModelForCausalLM
-from worlds import EMBEDDING, THREE, Models, configure, hub, other_order, save
+from worlds import EMBEDDING, SIX, THREE, Models, configure, hub, other_order, save
 
 import tvb_mergekit
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.store import api
-from tvb_mergekit.store import store as stores
 from tvb_mergekit.store.facts import checksum, record_of
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 EMBEDDINGS = "embed_tokens|lm_head"
+ONE_LAYER = partial(llama, num_hidden_layers=1)
 
 
 def bfloat(make: Callable[[], Any], folder: Path, **options: Any) -> Models:
@@ -85,34 +82,28 @@ def check_export(model: Path, out: Path) -> None:
     assert others(model) == others(out)
 
 
-def load_rest(folder: Path) -> set[str]:
-    """The names of the tensors in rest.safetensors."""
-    file = folder / "rest.safetensors"
-    return set(Checkpoint.open(file).tensors) if file.is_file() else set()
-
-
 @pytest.mark.parametrize("case", FAMILIES)
 def test_exports_are_the_models(case: str, tmp_path: Path) -> None:
     """Every tensor and every other file, of one task and of all; what differs is kept once."""
     make, keys = FAMILIES[case]
-    given = replace(make(tmp_path / "models"), own={0: {"weight": -2.0}})
-    bases = given.build(tmp_path / "store", "--lossless", **keys)
+    given, store = replace(make(tmp_path / "in"), own={0: {"weight": -2.0}}), tmp_path / "store"
+    bases = given.build(store, "--lossless", **keys)
     assert bases.keeps_tasks and bases.facts.store.codec == "lossless"
     assert set(bases.facts.relative_error.values()) == {0.0}
-    tvb("export", tmp_path / "store", "--all", tmp_path / "all", "--quiet")
+    tvb("export", store, "--all", tmp_path / "all", "--quiet")
+    tvb("export", store, tmp_path / "code", "--task", "code", "--quiet")
+    check_export(given.models["code"], tmp_path / "code")
+    base = others(given.base)
     for task, model in given.models.items():
         check_export(model, tmp_path / "all" / task)
-        tvb("export", tmp_path / "store", tmp_path / task, "--task", task, "--quiet")
-        check_export(model, tmp_path / task)
-        kept = {file.name for file in (tmp_path / "store" / task).glob("files/*")}
-        rest = load_rest(tmp_path / "store" / task)
-        assert (EMBEDDING in rest) == (
-            (case == "other order" and task == "code") or "exclude" in keys
-        )
-        base = others(given.base)
+        kept = {file.name for file in (store / task).glob("files/*")}
         assert kept == {name for name, text in others(model).items() if base.get(name) != text}
-    tvb("check", tmp_path / "store")
-    tvb("export", tmp_path / "store", tmp_path / "32", "--task", "math", "--dtype", "float32")
+        file = store / task / "rest.safetensors"
+        rest = set(Checkpoint.open(file).tensors) if file.is_file() else set()
+        reordered = case == "other order" and task == "code"
+        assert (EMBEDDING in rest) == (reordered or "exclude" in keys)
+    tvb("check", store)
+    tvb("export", store, tmp_path / "32", "--task", "math", "--dtype", "float32")
     want = load(given.models["math"])
     assert all(same(tensor, want[name].float()) for name, tensor in load(tmp_path / "32").items())
     assert json.loads((tmp_path / "32" / "config.json").read_text())["dtype"] == "float32"
@@ -120,7 +111,7 @@ def test_exports_are_the_models(case: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    made = bfloat(llama, tmp_path_factory.mktemp("family"), tasks=(*TASKS, "poems"))
+    made = bfloat(ONE_LAYER, tmp_path_factory.mktemp("family"), tasks=SIX)
     configure(made.models["code"], note="own")
     state = dict(load(made.models["code"]))
     state["model.norm.weight"][:2] = torch.tensor([-0.0, 1e-12])  # a sum would lose them
@@ -129,73 +120,49 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Such models in float32."""
+    return hub(ONE_LAYER, tmp_path_factory.mktemp("wide"))
+
+
+@pytest.fixture(scope="module")
 def built(family: Models, tmp_path_factory: pytest.TempPathFactory) -> Bases:
     return family.build(tmp_path_factory.mktemp("built") / "store", "--lossless", tasks=TASKS)
 
 
-MERGES: dict[str, tuple[str, dict[str, Any]]] = {
-    "addition": ("basis_ta", {"basis": "none"}),
-    "ae": ("basis_ta", {"num_bases": 2, "steps": 50}),
-    "balanced": ("basis_ties", {"basis": "balanced", "num_bases": 2, "trim": "tensor"}),
-    "ties": ("basis_ties", {"basis": "none"}),
-    "iso": ("basis_iso", {"basis": "none"}),
-    "tsvm": ("basis_tsvm", {"basis": "none"}),
-    "wudi": ("basis_wudi", {"basis": "none"}),
-    "pca": ("basis_negate", {"basis": "pca", "num_bases": 2, "forget": "code", "alpha": 1}),
-    "rand_proj": ("basis_negate", {"basis": "rand_proj", "forget": "code", "alpha": 1}),
-    "excluded": ("basis_ta", {"basis": "balanced", "exclude": "mlp"}),
+ALL, SOME = slice(None), slice(1, 4)
+FORGET = {"forget": "code", "alpha": 1}
+# method, keys, how many of the tasks
+MERGES: dict[str, tuple[str, dict[str, Any], slice]] = {
+    "addition": ("basis_ta", {"basis": "none"}, ALL),
+    "addition of some": ("basis_ta", {"basis": "none"}, SOME),
+    "ae": ("basis_ta", {"num_bases": 2, "steps": 50}, ALL),
+    "balanced": ("basis_ties", {"basis": "balanced", "num_bases": 2, "trim": "tensor"}, ALL),
+    "balanced, of some": ("basis_ties", {"basis": "balanced", "num_bases": 2}, SOME),
+    "ties": ("basis_ties", {"basis": "none"}, ALL),
+    "iso": ("basis_iso", {"basis": "none"}, ALL),
+    "tsvm": ("basis_tsvm", {"basis": "none"}, ALL),
+    "wudi": ("basis_wudi", {"basis": "none"}, ALL),
+    "wudi of some": ("basis_wudi", {"basis": "none"}, SOME),
+    "pca": ("basis_negate", {"basis": "pca", "num_bases": 2, **FORGET}, ALL),
+    "pca of some": ("basis_negate", {"basis": "pca", "num_bases": 2, **FORGET}, SOME),
+    "rand_proj": ("basis_negate", {"basis": "rand_proj", **FORGET}, ALL),
+    "excluded": ("basis_ta", {"basis": "balanced", "exclude": "mlp"}, ALL),
 }
 
 
 @pytest.mark.parametrize("case", MERGES)
 def test_merges_are_those_of_the_models(case, family, built, tmp_path):
-    """To the bit, of all tasks and of some."""
-    method, keys = MERGES[case]
-    for tasks, own in ((TASKS, family.own), (TASKS[1:4], {})):
-        out = tmp_path / f"models-{len(tasks)}"
-        want = family.merge(method, out, tasks=tasks, own=own, **keys)
-        listed = [built.path / task for task in tasks]
-        over = recipe(method, family.base, listed, {}, **keys)
-        assert_same(merge(over, tmp_path / f"store-{len(tasks)}"), want)
-    if method != "basis_negate":
-        want = family.merge(method, tmp_path / "again", tasks=TASKS, **keys)
+    """To the bit, by recipes over the store and by the library."""
+    method, keys, chosen = MERGES[case]
+    tasks, own = TASKS[chosen], family.own if chosen is ALL else {}
+    want = family.merge(method, tmp_path / "models", tasks=tasks, own=own, **keys)
+    over = recipe(method, family.base, [built.path / task for task in tasks], {}, **keys)
+    assert_same(merge(over, tmp_path / "store"), want)
+    if method != "basis_negate" and chosen is ALL:
         dtype = want.tensors["model.norm.weight"].dtype
         state = tvb_mergekit.merge(built, family.base, method, dtype=dtype, **keys)
         assert all(same(state[name], tensor) for name, tensor in want.tensors.items())
-
-
-def test_tasks_join_and_leave(family: Models, built: Bases, tmp_path: Path) -> None:
-    """As if the store had been built so; `undo` takes either back."""
-    store = Path(shutil.copytree(built.path, tmp_path / "store"))
-    done = tvb("add", store, family.models["poems"], "--task", "poems", "--weight", 3, "--quiet")
-    assert "joins 5 tasks without loss" in done.output
-    own = {**family.own, 5: {"weight": 3.0}}
-    six = family.build(tmp_path / "six", "--lossless", tasks=None, own=own)
-    grown = stores.load(store)
-    for name in sorted(p.relative_to(tmp_path / "six") for p in (tmp_path / "six").glob("*/*")):
-        if name.parts[0] != "recipes" and (tmp_path / "six" / name).is_file():
-            assert (store / name).read_bytes() == (tmp_path / "six" / name).read_bytes(), name
-    for name, tensor in six.tensors.items():
-        torch.testing.assert_close(grown.tensors[name], tensor, rtol=1e-6, atol=1e-12)
-    assert (grown.facts.bits, grown.facts.bytes) == (six.facts.bits, six.facts.bytes)
-    tvb("export", store, tmp_path / "poems", "--task", "poems", "--quiet")
-    check_export(family.models["poems"], tmp_path / "poems")
-    tvb("remove", store, "--task", "code")
-    rest = [task for task in (*TASKS, "poems") if task != "code"]
-    assert stores.load(store).tasks == rest and not (store / "code").exists()
-    own = {0: {"weight": 2.0}, 4: {"weight": 3.0}}
-    want = family.merge("basis_ta", tmp_path / "out", tasks=rest, basis="none", own=own)
-    tvb("merge", store, tmp_path / "added", "--method", "add", "--quiet")
-    assert all(same(tensor, want.tensors[n]) for n, tensor in load(tmp_path / "added").items())
-    tvb("undo", store)
-    assert stores.load(store).tasks == [*TASKS, "poems"]
-    words = ("--task", "again", "--budget", 3, "--force", "--quiet")
-    tvb("add", store, family.models["chat"], *words)
-    bases = stores.load(store)
-    assert bases.num_bases == 3 and not bases.keeps_tasks and "math" in bases.tasks
-    for error in bases.facts.errors.values():
-        assert error.at_least is not None and error.at_most is not None
-        assert error.at_least <= error.at_most < 1
 
 
 def test_a_live_model(
@@ -239,52 +206,6 @@ def test_what_inspect_says(family: Models, built: Bases, tmp_path: Path) -> None
     found = json.loads(tvb("inspect", built.path, "--json").output)
     assert [each["relative_error"] for each in found["codes"]["vectors"]] == [0.0] * len(TASKS)
     assert sum(each["bytes"] for each in found["codes"]["vectors"]) == built.facts.bytes
-
-
-@pytest.mark.parametrize(
-    ("form", "part", "shards"),
-    [("--lossless", True, 10**9), ("--lossless", False, 60000), ("--keep=0.3", True, 60000)],
-)
-def test_resuming_after_every_piece_gives_the_same_store(form, part, shards, tmp_path, monkeypatch):
-    monkeypatch.setenv("TVB_MERGEKIT_CACHE", "off")
-    shapes = {"a": (3, 2150), "none": (0, 4), "c": (2, 99, 1000), "d": (1,)}
-    states = []
-    for seed in range(3):
-        torch.manual_seed(0)
-        base = {name: torch.randn(shape) for name, shape in shapes.items()}
-        torch.manual_seed(seed)
-        moved = {n: (t + (seed > 0) * 0.001 * torch.randn_like(t)) for n, t in base.items()}
-        states.append({name: tensor.bfloat16() for name, tensor in moved.items()})
-        save_file(states[-1], tmp_path / f"{seed}.safetensors")
-    base, *models = (tmp_path / f"{seed}.safetensors" for seed in range(3))
-    own = {0: {"task": "a"}, 1: {"task": "b"}}
-    file = write(recipe("basis_ta", base, models, own), tmp_path / "r")
-    in_shards(monkeypatch, shards)
-    calls = stop_at(monkeypatch, -1)
-    tvb("build", file, tmp_path / "whole", form, "--quiet")
-    want = {f.relative_to(tmp_path / "whole"): f.read_bytes()
-            for f in (tmp_path / "whole").rglob("*.safetensors")}  # fmt: skip
-    count = calls[0]
-    assert count >= len(shapes) and len(want) >= (3 if shards > 10**8 else 5)
-    for place in range(count):
-        out = tmp_path / f"stopped-{place}"
-        with monkeypatch.context() as patch, pytest.raises(Exception, match=r"^$"):
-            stop_at(patch, place, part)
-            tvb("build", file, out, form, "--quiet")
-        tvb("build", file, out, form, "--quiet", "--resume")
-        assert {name: (out / name).read_bytes() for name in want} == want
-    assert form != "--lossless" or all(
-        same(vector.tensor(name), state[name])
-        for state, vector in zip(states[1:], bound(out, states[0]), strict=True)
-        for name in shapes
-    )
-
-
-def bound(path: Path, base: dict[str, torch.Tensor]) -> Any:
-    """The vectors of a store, which may be read with its base."""
-    bases = stores.load(path)
-    bases.check_base(api.open_model(base), "base")
-    return bases.vectors
 
 
 DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
@@ -357,9 +278,8 @@ def adapter(family: Models, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_are_one_line(case, world, family, built, tmp_path):
+def test_mistakes_are_one_line(case, wide, family, built, tmp_path):
     words, message = MISTAKES[case]
-    wide = world("llama")
     places = {
         "r": write(family.recipe(), tmp_path / "r"),
         "b": write(family.recipe(basis="balanced"), tmp_path / "b"),
@@ -402,13 +322,12 @@ def test_the_library(family: Models, tmp_path: Path) -> None:
         tvb_mergekit.build(family.base, models, lossless=True)
 
 
-def test_the_default_of_a_store_of_all_tasks(family: Models, tmp_path: Path) -> None:
+def test_the_default_of_a_store_of_all_tasks(family: Models, wide: Models, tmp_path: Path) -> None:
     """`basis: none` without another choice; models in float32, or a dtype, give a dense store."""
-    full = hub(llama, tmp_path / "full", dtypes=(torch.float32,))
     for models, words, codec in (
         (family, (), "lossless"),
         (family, ("--dtype", "bfloat16"), "dense"),
-        (full, (), "dense"),
+        (wide, (), "dense"),
     ):
-        out = tmp_path / f"{codec}-{len(words)}-{models is full}"
+        out = tmp_path / f"{codec}-{len(words)}-{models is wide}"
         assert models.build(out, *words, basis="none").facts.store.codec == codec

@@ -5,17 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import xxhash
 from commands import merge, recipe, refused, tvb, write
+from formats import program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -32,8 +30,6 @@ from tvb_mergekit.tensors.lossless import BLOCK, Draw
 from tvb_mergekit.tensors.source import StateDict
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-DOCS = Path(__file__).parent.parent / "docs"
-(PROGRAM,) = re.findall("```python\n(def places.*?)```", (DOCS / "files.md").read_text(), re.DOTALL)
 SHARE = 0.25
 
 
@@ -41,10 +37,8 @@ SHARE = 0.25
 @settings(max_examples=100, deadline=None)
 def test_places_are_those_of_the_format(seed, share, length, block):
     """As the program in docs/files.md draws them."""
-    names = dict[str, Any](np=np, xxhash=xxhash)
-    exec(PROGRAM, names)
     drawn = Draw(seed, share).places("a.weight", block, length)
-    assert drawn.tolist() == names["places"](seed, share, "a.weight", block, length)
+    assert drawn.tolist() == program("places")(seed, share, "a.weight", block, length)
 
 
 def sampled(name: str, tau: Tensor, sample: Draw) -> Tensor:
@@ -112,35 +106,6 @@ def test_a_store_against_its_definition(family: Models, built: Bases, tmp_path: 
         terms = (0.5 * w * v[name].double() for w, v in zip(weights, made, strict=True))
         want = base[name].double() + sum(terms)
         torch.testing.assert_close(tensor.double(), want, rtol=1e-6, atol=1e-6)
-
-
-def test_tasks_join_and_leave(family: Models, built: Bases, tmp_path: Path) -> None:
-    """A task that joins is sampled as one that was there, and `undo` takes it back."""
-    store = tmp_path / "store"
-    shutil.copytree(built.path, store)
-    tvb("add", store, family.models["poems"], "--task", "poems", "--base", family.base)
-    whole = family.build(tmp_path / "whole", "--keep", str(SHARE))
-    grown = tvb_mergekit.load(store)
-    base, _ = dense(family)
-    for one, two in zip(vectors_of(grown, base), vectors_of(whole, base), strict=True):
-        assert all(torch.equal(one[name], two[name]) for name in base)
-    for key in ("relative_error", "norms"):
-        assert grown.facts[key] == pytest.approx(whole.facts[key])
-    exact, near = whole.tensors["gram_bases"], grown.tensors["gram_bases"]
-    torch.testing.assert_close(near[:-1, :-1], exact[:-1, :-1])
-    torch.testing.assert_close(near[-1, -1], exact[-1, -1])
-    # A product of two samples has the mean of the product, and this standard deviation at most.
-    off = 2 / SHARE * exact.diagonal().max() / math.sqrt(family_size(base))
-    assert (near - exact).abs().max() < 4 * off
-    tvb("remove", store, "--task", TASKS[0])
-    tvb("check", store)
-    assert tvb_mergekit.load(store).facts.relative_error.keys() == {*TASKS[1:], "poems"}
-    tvb("undo", store)
-    tvb("check", store)
-
-
-def family_size(base: Mapping[str, Tensor]) -> int:
-    return sum(t.numel() for t in base.values())
 
 
 def test_corrected_products_are_unbiased() -> None:

@@ -1,18 +1,19 @@
 """`tvb build`: what is in a store, against the dense reference; interruption and resumption."""
 
-import functools
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import safetensors
 import torch
-from commands import contents, recipe
+from commands import contents, recipe, tvb, write
 from numpy.typing import NDArray
 from reference import Dense, coefficients, flat, random_projection
 from safetensors.torch import load_file, save_file
@@ -48,28 +49,29 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 ROUNDING = {"float32": (1e-6, 0.0), "bfloat16": (2.0**-8, 0.0), "float16": (2.0**-11, 2.0**-25)}
 
 
-def read(
+def document(
     base: Path,
     models: Sequence[Path],
     own: dict[int, dict[str, Any]] | None = None,
     **parameters: Any,
-) -> TaskSet:
-    """The inputs of a recipe; `basis_negate` if only that accepts the basis."""
+) -> dict[str, Any]:
+    """A recipe; `basis_negate` if only that accepts the basis."""
     method = "basis_ta"
     if base.is_file():  # each needs its name
         own = {i: {"task": m.stem, **(own or {}).get(i, {})} for i, m in enumerate(models)}
     if parameters.get("basis") == "rand_proj":
         method = "basis_negate"
         parameters |= {"forget": models[0].name.partition(".")[0], "alpha": 1.0}
-    return read_inputs(from_mapping(recipe(method, base, models, own, **parameters)), Options())
+    return recipe(method, base, models, own, **parameters)
 
 
-def dense_of(base: Path, models: Sequence[Path], exclude: str = "-", **weights: Any) -> Dense:
-    read_one = load_file if base.is_file() else load
-    states = [read_one(path) for path in (base, *models)]
-    floats = [n for n, t in states[0].items() if t.is_floating_point() and exclude not in n]
-    names = [n for n in floats if all(n in state for state in states)]
-    return Dense(states[0], states[1:], names, **weights)
+def read(base: Path, models: Sequence[Path], own: Any = None, **parameters: Any) -> TaskSet:
+    return read_inputs(from_mapping(document(base, models, own, **parameters)), Options())
+
+
+def dense_of(base: Path, models: Sequence[Path]) -> Dense:
+    states = [load_file(path) if path.is_file() else load(path) for path in (base, *models)]
+    return Dense(states[0], states[1:], [n for n, t in states[0].items() if t.is_floating_point()])
 
 
 def stored(folder: Path, dense: Dense, count: int, dtype: torch.dtype) -> Array:
@@ -141,18 +143,18 @@ def test_the_bases_are_those_of_the_dense_reference(kind, dtype, world, tmp_path
     check(tmp_path / "store", dense_of(base, models), keys, dtype)
 
 
-def in_shards(patch: pytest.MonkeyPatch, limit: int) -> None:
+def in_shards(limit: int) -> Any:
     def plan(items: Any, _: int, ranks: int = 1) -> list[writing.Shard]:
         return writing.plan_shards(items, limit, ranks)
 
-    patch.setattr(folders_, "plan_shards", plan)
+    return mock.patch.object(folders_, "plan_shards", plan)
 
 
-def test_the_files_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_of_a_store(tmp_path: Path) -> None:
     base, models = family(tmp_path / "in", tokenizer=True)
     folder, state = tmp_path / "out/store", load(base)
-    in_shards(monkeypatch, 30000)
-    build_store(read(base, models, basis="pca", num_bases=2), folder)
+    with in_shards(30000):
+        build_store(read(base, models, basis="pca", num_bases=2), folder)
     assert {p.name for p in folder.parent.iterdir()} == {"store"}
     names = ["basis-000", "basis-001", "mean"]
     assert {p.name for p in folder.iterdir()} == {
@@ -195,13 +197,17 @@ def test_the_files_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not (tmp_path / "out/other").exists()
 
 
-def raw_family(folder: Path, sizes: Mapping[str, tuple[int, ...]]) -> tuple[Path, list[Path]]:
-    made = state_dicts(folder, "safetensors", sizes=sizes, tasks=TASKS[:4])
-    return made.base, list(made.models.values())
-
-
 SIZES = {"a": (3, 2150), "b": (50,), "none": (0, 4), "scalar": (), "c": (2, 2, 9000), "d": (1,)}
-BIG = {"bias": (1000,), "weight": (1201, 1100), "z": (300, 7)}
+BIG = {"bias": (1000,), "weight": (601, 1100), "z": (300, 7)}
+
+
+def raw_family(
+    folder: Path,
+    sizes: Mapping[str, tuple[int, ...]] = SIZES,
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+) -> tuple[Path, list[Path]]:
+    made = state_dicts(folder, "safetensors", dtypes, sizes=sizes, tasks=TASKS[:4])
+    return made.base, list(made.models.values())
 
 
 def same(one: Path, other: Path, but: Sequence[str] = ()) -> None:
@@ -224,7 +230,7 @@ def same(one: Path, other: Path, but: Sequence[str] = ()) -> None:
 def test_files_are_the_same_however_they_were_made(kind, dtype, tmp_path, monkeypatch):
     base, models = raw_family(tmp_path / "in", BIG)
     cache = str(tmp_path / "cache")
-    ways = [("256", "off"), ("1", "off"), ("20", "off"), ("256", cache), ("3", cache)]
+    ways = [("256", "off"), ("1", "off"), ("10", cache), ("2", cache)]
     for number, (budget, where) in enumerate(ways):
         monkeypatch.setenv("TVB_MERGEKIT_BLOCK_MB", budget)
         monkeypatch.setenv("TVB_MERGEKIT_CACHE", where)
@@ -242,8 +248,9 @@ class Stopped(Exception):
     pass
 
 
-def stop_at(monkeypatch: pytest.MonkeyPatch, place: int, part: bool = False) -> list[int]:
-    """Let the call number `place` of FoldersSink.write fail once, `part` of it written."""
+@contextmanager
+def stopping(place: int, part: bool = False) -> Iterator[list[int]]:
+    """Let the call number `place` of FoldersSink.write fail, `part` of it written; count them."""
     calls = [0]
     original = writing.FoldersSink.write
 
@@ -255,113 +262,117 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, place: int, part: bool = False) -> 
             raise Stopped
         original(self, item, start, stop, values)
 
-    monkeypatch.setattr(writing.FoldersSink, "write", write)
-    return calls
+    with mock.patch.object(writing.FoldersSink, "write", write):
+        yield calls
 
 
-@pytest.mark.parametrize(
-    ("kind", "part", "shards"), [("pca", True, 10**9), ("rand_proj", False, 20000)]
-)
-def test_resuming_after_every_piece_gives_the_same_store(kind, part, shards, tmp_path, monkeypatch):
+ALL = {"basis": "none"}
+# keys of the recipe, the form, whether a part of a piece is written, bytes of a shard
+STOPPED: dict[str, tuple[dict[str, Any], str, bool, int]] = {
+    "pca": (KINDS["pca"], "--dtype=bfloat16", True, 10**9),
+    "rand_proj": (KINDS["rand_proj"], "--dtype=bfloat16", False, 20_000),
+    "lossless in a file": (ALL, "--lossless", True, 10**9),
+    "lossless": (ALL, "--lossless", False, 60_000),
+    "sampled": (ALL, "--keep=0.3", True, 60_000),
+}
+
+
+@pytest.mark.parametrize("case", STOPPED)
+def test_resuming_after_every_piece_gives_the_same_store(case, tmp_path, monkeypatch):
+    keys, form, part, shards = STOPPED[case]
     monkeypatch.setenv("TVB_MERGEKIT_BLOCK_MB", "1")
-    monkeypatch.setenv("TVB_MERGEKIT_CACHE", "off")
-    in_shards(monkeypatch, shards)
-    base, models = raw_family(tmp_path / "in", {**SIZES, "c": (2, 4, 20000)})
-    make = functools.partial(read, base, models, **KINDS[kind])
-    calls = stop_at(monkeypatch, -1)
+    dtype = torch.float32 if "dtype" in form else torch.bfloat16
+    base, models = raw_family(tmp_path / "in", {**SIZES, "c": (2, 4, 20000)}, (dtype,))
+    models = models[:2] if keys is ALL else models
+    file = write(document(base, models, **keys), tmp_path / "recipe")
     whole = tmp_path / "whole" / "store"
-    build_store(make(), whole, dtype=torch.bfloat16)
-    pieces = calls[0]
-    assert pieces > 10
-    check(whole, dense_of(base, models), KINDS[kind], "bfloat16")
-    monkeypatch.undo()
-    for place in range(pieces):
-        with monkeypatch.context() as patch:
-            patch.setenv("TVB_MERGEKIT_BLOCK_MB", "1")
-            patch.setenv("TVB_MERGEKIT_CACHE", "off")
-            in_shards(patch, shards)
-            out = tmp_path / f"stopped-{place}" / "store"
-            with patch.context() as inner, pytest.raises(Stopped):
-                stop_at(inner, place, part)
-                build_store(make(), out, dtype=torch.bfloat16)
+    with in_shards(shards), stopping(-1) as calls:
+        tvb("build", file, whole, form, "--quiet")
+    files = list(whole.glob("*/model*.safetensors"))
+    assert calls[0] >= len(SIZES)
+    assert (len(files) > len({file.parent for file in files})) == (shards < 10**9)
+    if keys is not ALL:
+        check(whole, dense_of(base, models), keys, "bfloat16")
+    for place in range(calls[0]):
+        out = tmp_path / f"stopped-{place}" / "store"
+        with in_shards(shards):
+            with stopping(place, part), pytest.raises(Stopped):
+                tvb("build", file, out, form, "--quiet")
             assert not out.exists() and out.with_name("store.partial").is_dir()
-            patch.setattr(merging, "gram_pass", None)
-            build_store(make(), out, dtype=torch.bfloat16, resume=True)
-            same(whole, out)
-            assert {p.name for p in out.parent.iterdir()} == {"store"}
+            monkeypatch.setattr(merging, "gram_pass", None)
+            tvb("build", file, out, form, "--quiet", "--resume")
+        same(whole, out)
+        assert {p.name for p in out.parent.iterdir()} == {"store"}
+        monkeypatch.undo()
 
 
-def interrupted(make: Callable[[], TaskSet], out: Path, place: int) -> Path:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
-        stop_at(patch, place)
-        build_store(make(), out)
-    return out.with_name(f"{out.name}.partial")
+class Partial:
+    """A PCA store of state dicts that was interrupted at a piece."""
+
+    def __init__(self, folder: Path, place: int) -> None:
+        self.base, self.models = raw_family(folder / "in")
+        self.out, self.folder = folder / "store", folder / "store.partial"
+        with stopping(place), pytest.raises(Stopped):
+            build_store(self.inputs(), self.out)
+
+    def inputs(self, own: Any = None, **keys: Any) -> TaskSet:
+        return read(self.base, self.models, own, **{**KINDS["pca"], **keys})
+
+    def refused(self, match: str, inputs: TaskSet | None = None, **rest: Any) -> str:
+        """The message of a resumption that changes nothing."""
+        before = contents(self.folder)
+        with pytest.raises(UserError, match=match) as caught:
+            build_store(inputs or self.inputs(), self.out, resume=True, **rest)
+        assert contents(self.folder) == before and not self.out.exists()
+        return str(caught.value)
 
 
 def test_resuming_with_anything_else_is_refused(tmp_path, caplog):
     """Without `resume` it starts anew, and with it where there is nothing to go on with."""
-    base, models = raw_family(tmp_path / "in", SIZES)
-    keys = KINDS["pca"]
-    out = tmp_path / "store"
-    partial = interrupted(lambda: read(base, models, **keys), out, 2)
-    before = contents(partial)
-
-    def refused(match: str, inputs: TaskSet, **rest: Any) -> None:
-        with pytest.raises(UserError, match=match):
-            build_store(inputs, out, resume=True, **rest)
-        assert contents(partial) == before and not out.exists()
-
-    other = "other models, settings"
-    refused(other, read(base, models, basis="pca", num_bases=3))
-    refused(other, read(base, models[::-1], **keys))
-    refused(other, read(base, models, **keys), dtype=torch.bfloat16)
-    refused(other, read(base, models, {0: {"weight": 2.0}}, exclude="^b$", **keys))
-    state = load_file(models[0])
+    made, other = Partial(tmp_path, 2), "other models, settings"
+    made.refused(other, made.inputs(num_bases=3))
+    made.refused(other, read(made.base, made.models[::-1], **KINDS["pca"]))
+    made.refused(other, dtype=torch.bfloat16)
+    made.refused(other, made.inputs({0: {"weight": 2.0}}, exclude="^b$"))
+    state = load_file(made.models[0])
     state["a"].view(-1)[3000] += 1  # not among the samples of a fingerprint
-    save_file(state, models[0])
-    refused(other, read(base, models, **keys))
-    for inputs, resume, said in (
-        (read(base, models, **KINDS["balanced"]), False, "is replaced"),
-        (read(base, models, **keys), True, "starting again"),
-    ):
-        shutil.rmtree(out, ignore_errors=True)
-        build_store(inputs, out, resume=resume)
-        assert said in caplog.text and not partial.exists()
-        check(out, dense_of(base, models), KINDS[inputs.settings.basis])
+    save_file(state, made.models[0])
+    made.refused(other)
+    for kind, resume, said in (("balanced", False, "is replaced"), ("pca", True, "starting again")):
+        shutil.rmtree(made.out, ignore_errors=True)
+        build_store(made.inputs(basis=kind), made.out, resume=resume)
+        assert said in caplog.text and not made.folder.exists()
+        check(made.out, dense_of(made.base, made.models), KINDS[kind])
 
 
-def test_bytes_that_were_lost_are_found_by_resume(tmp_path, monkeypatch):
-    base, models = raw_family(tmp_path / "in", SIZES)
-    out = tmp_path / "store"
-    in_shards(monkeypatch, 1)  # a tensor each
-    partial = interrupted(lambda: read(base, models, **KINDS["pca"]), out, 3)
-    folder = partial / "basis-001"
-    files = [folder / f"model-{number:05d}-of-{len(SIZES):05d}.safetensors" for number in (1, 2, 3)]
+def test_bytes_that_were_lost_are_found_by_resume(tmp_path: Path) -> None:
+    with in_shards(1):  # a tensor each
+        made = Partial(tmp_path, 3)
 
-    def refused(file: Path, text: bytes, message: str) -> None:
-        whole = file.read_bytes()
-        file.write_bytes(text)
-        with pytest.raises(UserError, match=message) as caught:
-            build_store(read(base, models, **KINDS["pca"]), out, resume=True)
-        named = partial.name if file.name == building.STATE else file.name
-        assert named in str(caught.value) and "\n" not in str(caught.value)
-        file.write_bytes(whole)
+        def refused(file: Path, text: bytes, message: str) -> None:
+            whole = file.read_bytes()
+            file.write_bytes(text)
+            said = made.refused(message)
+            named = made.folder.name if file.name == building.STATE else file.name
+            assert named in said and "\n" not in said
+            file.write_bytes(whole)
 
-    for file in files:  # complete ones, the first too
-        whole = file.read_bytes()
-        refused(file, whole[:-8] + bytes(8), "not what was written")
-        refused(file, whole[:-1], "shorter than was written")
-    journal = partial / building.JOURNAL
-    lines = journal.read_bytes().splitlines(keepends=True)
-    for damaged in (lines[1:], [bytes(len(lines[0]) - 1) + b"\n", *lines[1:]]):
-        refused(journal, b"".join(damaged), "cannot be read")
-    state = json.loads((partial / building.STATE).read_text())
-    other = json.dumps(state | {"encoder": "0"}).encode()
-    refused(partial / building.STATE, other, "or with another PyTorch")
-    refused(partial / building.STATE, b"{", "cannot be continued")
-    journal.write_bytes(b"".join(lines)[:-10])  # by a kill; the next run must not write on after it
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
-        stop_at(patch, 1)
-        build_store(read(base, models, **KINDS["pca"]), out, resume=True)
-    build_store(read(base, models, **KINDS["pca"]), out, resume=True)
-    check(out, dense_of(base, models), KINDS["pca"])
+        for number in (1, 2, 3):  # complete ones, the first too
+            name = f"model-{number:05d}-of-{len(SIZES):05d}.safetensors"
+            file = made.folder / "basis-001" / name
+            whole = file.read_bytes()
+            refused(file, whole[:-8] + bytes(8), "not what was written")
+            refused(file, whole[:-1], "shorter than was written")
+        journal, facts = made.folder / building.JOURNAL, made.folder / building.STATE
+        lines = journal.read_bytes().splitlines(keepends=True)
+        for damaged in (lines[1:], [bytes(len(lines[0]) - 1) + b"\n", *lines[1:]]):
+            refused(journal, b"".join(damaged), "cannot be read")
+        other = json.dumps(json.loads(facts.read_text()) | {"encoder": "0"}).encode()
+        refused(facts, other, "or with another PyTorch")
+        refused(facts, b"{", "cannot be continued")
+        # A kill cut the last line: the next run must not write on after it.
+        journal.write_bytes(b"".join(lines)[:-10])
+        with stopping(1), pytest.raises(Stopped):
+            build_store(made.inputs(), made.out, resume=True)
+        build_store(made.inputs(), made.out, resume=True)
+    check(made.out, dense_of(made.base, made.models), KINDS["pca"])
