@@ -34,7 +34,7 @@ def bfloat(make: Callable[[], Any], folder: Path, **options: Any) -> Models:
 
 
 def more_tokens(folder: Path) -> Models:
-    """A model of more tokens, with a buffer of integers and float32 that the base lacks."""
+    """A model of more tokens, with a folder, and integers and float32 that the base lacks."""
     made = bfloat(llama, folder)
     model, state = Path(made.listed[1]), dict(made.states[2])
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -42,6 +42,7 @@ def more_tokens(folder: Path) -> Models:
     state |= {"ids": torch.arange(7), "scale": torch.randn(5), "mask": torch.tensor([-torch.inf])}
     save(model, state)
     configure(model, vocab_size=98)
+    (model / "notes.json").mkdir()
     return made
 
 
@@ -72,7 +73,8 @@ FAMILIES: dict[str, tuple[Callable[[Path], Models], dict[str, Any]]] = {
 def others(folder: Path) -> dict[str, bytes]:
     """The files of a model that are not weights, nor a model card."""
     weights = (".safetensors", ".index.json", "README.md")
-    return {f.name: f.read_bytes() for f in folder.iterdir() if not f.name.endswith(weights)}
+    files = (f for f in folder.iterdir() if f.is_file() and not f.name.endswith(weights))
+    return {f.name: f.read_bytes() for f in files}
 
 
 def check_export(model: Path, out: Path) -> None:
