@@ -201,7 +201,7 @@ def test_a_task_of_each_kind_of_store(models, stores, tmp_path, kind):
     assert config["r"] == config["lora_alpha"] == 4 and config["rank_pattern"] == {}
     assert config["target_modules"] == sorted({name.split(".")[-2] for name in matrices})
     if kind == "lossless":
-        assert off({n: tau[n] for n in tau}, tau_of(base, models["math"])) == 0
+        assert off(tau, tau_of(base, models["math"])) == 0
         words = ("--model", models["math"], "--base", base, tmp_path / "two", "--lora")
         tvb("export", *words, "--rank", 4)
         assert (tmp_path / "two" / WEIGHTS).read_bytes() == (
@@ -398,11 +398,8 @@ def test_adapters_merge_to_an_adapter_without_loss(world, tmp_path, case, family
     own = keys.get("own", {})
     weights = [own.get(number, {}).get("weight", 1.0) for number in range(3)]
     dense = Dense(base, tuned, names, weights)
-    varying: Any = (
-        {"lambda": lambda name: 0.2 if "mlp" in name else 0.7}
-        if keys.get("lambda") is FILTERS
-        else None
-    )
+    varying: Any = {"lambda": lambda name: 0.2 if "mlp" in name else 0.7}
+    varying = varying if keys.get("lambda") is FILTERS else None
     if method == "basis_wudi" and family_of == "conv1d adapters":  # by the base's config.json
         keys = {**keys, "transposed": r"c_(attn|proj|fc)\."}
     want = expect(dense, method, keys, {}, models.tasks, varying).tensors

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import torch
 import transformers
 import yaml
 from commands import assert_close, merge, ready, recipe, refused, tvb
+from formats import sparse as by_the_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -43,28 +43,9 @@ from tvb_mergekit.tensors.writing import MemorySink, content_hash
 from tvb_mergekit.tune.merges import read_tuned
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-DOCS = Path(__file__).parent.parent / "docs"
-(PROGRAM,) = re.findall("```python\n(def dense.*?)```", (DOCS / "files.md").read_text(), re.DOTALL)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TASKS = ("math", "code", "chat")
 Array = NDArray[np.float64]
-
-
-def by_the_format(file: Path) -> dict[str, NDArray[np.float32]]:
-    """The tensors of a file, by docs/files.md and the program there."""
-    names, held = dict[str, Any](np=np), load_file(file)
-    exec(PROGRAM, names)
-    with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
-    assert "tvb_basis" in metadata
-    said = json.loads(metadata["tvb_sparse"])
-    assert said["version"] == 1 and len(held) == 3 * len(said["tensors"])
-    made = {}
-    for name, shape in said["tensors"].items():
-        counts, offsets = (held[f"{name}.{part}"].numpy() for part in ("counts", "offsets"))
-        values = held[f"{name}.values"]
-        made[name] = names["dense"](counts, offsets, values.float().numpy(), shape)
-    return made
 
 
 SHAPES = st.sampled_from(
@@ -72,7 +53,7 @@ SHAPES = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_what_is_written_is_read(data: st.DataObject) -> None:
     kinds = st.tuples(SHAPES, st.sampled_from([0, 0.003, 0.05, 0.5, 1]))
@@ -173,7 +154,7 @@ def test_files_that_do_not_hold_what_they_say(case: str, tmp_path: Path) -> None
 
 
 @given(st.integers(1, 4), st.integers(1, 600), st.integers(0, 2**16))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_overlaps_are_averaged(count: int, numel: int, seed: int) -> None:
     draw = np.random.default_rng(seed)
     rows = draw.standard_normal((count, numel)) * (draw.random((count, numel)) < 0.4)
