@@ -5,21 +5,24 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from urllib.parse import unquote, urlsplit
 
 import pytest
 import torch
-from commands import contents, recipe, write
+from commands import contents, recipe, refused, tvb, write
+from huggingface_hub import close_session, constants, hf_api
 from tiny import TASKS, family, load
+from transformers import AutoModelForCausalLM
+
+from tvb_mergekit import UserError, attach, remove
+from tvb_mergekit import load as load_store
 
 TOKEN = "hf_" + "x" * 34
 Files = dict[str, bytes]
@@ -28,8 +31,8 @@ Files = dict[str, bytes]
 class HubServer(ThreadingHTTPServer):
     """Repositories in memory: a history of files for each, by their revisions."""
 
-    def __init__(self, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), Answers)
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
         self.repositories: dict[str, dict[str, Files]] = {}
         self.blobs: Files = {}
         self.sent: list[str] = []  # files that were downloaded
@@ -84,9 +87,6 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         parts = unquote(urlsplit(self.path).path).strip("/").split("/")
-        if parts == ["emptied"]:
-            self.server.sent.append("|")
-            return self.answer()
         if parts[:2] == ["api", "models"]:
             self.about("/".join(parts[2:4]), parts[4:])
         elif parts[2:3] == ["resolve"]:
@@ -174,72 +174,45 @@ def hub() -> Iterator[HubServer]:
     server.shutdown()
 
 
-DRIVER = """
-import json, os, sys
-from click.testing import CliRunner
-from huggingface_hub import constants
-from tvb_mergekit.cli import commands
-for line in sys.stdin:
-    os.environ["HF_TOKEN"], constants.HF_HUB_OFFLINE, *given = json.loads(line)
-    os.environ["HF_HUB_OFFLINE"] = str(int(constants.HF_HUB_OFFLINE))
-    found = []
-    for words in given:
-        if words[0] == "-c":
-            names = {}
-            exec(words[1], names)
-            found.append([0, names.get("said")])
-        else:
-            done = CliRunner().invoke(commands.main, words)
-            found.append([done.exit_code, done.output])
-    print(json.dumps(found), flush=True)
-"""
-
-
 @pytest.fixture(scope="module")
-def run(hub: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Run commands, or Python code after `-c`, in one process, with the Hub at the server.
-
-    Returns the exit code and the output of each, or what the code calls `said`.
-    """
+def online(hub: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """huggingface_hub with the Hub at the server and an empty cache, whose folder is returned."""
     home = tmp_path_factory.mktemp("home")
-    env = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(home), "NO_PROXY": "*",
-           "HF_HUB_DISABLE_XET": "1", "TVB_MERGEKIT_CACHE": "off", "HF_HUB_OFFLINE": "0",
-           "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # fmt: skip
-    how: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-    how |= {"stderr": (home / "log").open("w"), "env": env, "cwd": home, "text": True}
-    driver: Any = subprocess.Popen([sys.executable, "-c", DRIVER], **how)
-
-    def run(*commands: Sequence[object], token: str = TOKEN, offline: bool = False) -> list[Any]:
-        words = [[*map(str, command)] for command in commands]
-        driver.stdin.write(json.dumps([token, offline, *words]) + "\n")
-        driver.stdin.flush()
-        line = driver.stdout.readline()
-        assert line, (home / "log").read_text()
-        found: list[Any] = json.loads(line)
-        return found
-
-    yield run
-    driver.kill()
-    driver.communicate()
+    changed = {
+        "ENDPOINT": hub.address,
+        "HUGGINGFACE_CO_URL_TEMPLATE": hub.address + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": str(home),
+        "HF_HUB_DISABLE_XET": True,
+        "HF_HUB_OFFLINE": False,
+    }
+    close_session()  # the next one reads the proxies of the environment again
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in changed.items():
+            patch.setattr(constants, name, value)
+        patch.setattr(hf_api.api, "endpoint", hub.address)
+        patch.setenv("NO_PROXY", "*")
+        patch.setenv("HF_TOKEN", TOKEN)
+        yield home
+    close_session()
 
 
 @pytest.fixture(scope="module")
-def pushed(hub: HubServer, run: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def pushed(
+    hub: HubServer, online: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """A base on the Hub, and a private store of its models, which `tvb push` uploads."""
     folder = tmp_path_factory.mktemp("made")
     how: dict[str, Any] = {"dtypes": (torch.bfloat16,), "scale": 0.01, "max_shard_size": "30KB"}
     base, models = family(folder, tasks=TASKS[:2], **how)
     hub.commit("org/base", contents(base) | {"pytorch_model.bin": b"not read", "notes.md": b""})
-    store = folder / "store"
-    for name, place, keys in (("store", store, {}), ("bases", folder / "bases", {"num_bases": 1})):
-        basis = "pca" if keys else "none"
-        plan = write(recipe("basis_ta", Path("org/base"), models, basis=basis, **keys), folder)
-        built, sent = run(
-            ("build", plan, place, "--quiet"), ("push", place, f"me/{name}", "--private")
-        )
-        assert built[0] == sent[0] == 0, (built, sent)
-        assert f"Uploaded: {hub.address}/me/{name}/commit/" in sent[1]
-    return {"base": base, "store": store, **dict(zip(TASKS, models, strict=False))}
+    bases: dict[str, dict[str, Any]] = {"store": {"basis": "none"}}
+    bases["bases"] = {"basis": "pca", "num_bases": 1}
+    for name, keys in bases.items():
+        plan = write(recipe("basis_ta", Path("org/base"), models, **keys), folder / name)
+        tvb("build", plan, folder / name, "--quiet")
+        sent = tvb("push", folder / name, f"me/{name}", "--private").output
+        assert f"Uploaded: {hub.address}/me/{name}/commit/" in sent
+    return {"base": base, "store": folder / "store", **dict(zip(TASKS, models, strict=False))}
 
 
 def test_a_pushed_store_is_the_store_with_a_card(hub: HubServer, pushed: dict[str, Path]) -> None:
@@ -250,81 +223,78 @@ def test_a_pushed_store_is_the_store_with_a_card(hub: HubServer, pushed: dict[st
     assert files == contents(pushed["store"])
 
 
-# Empties the cache, and lets the server note it.
-EMPTIED = ("-c", "import os, shutil, urllib.request as r; shutil.rmtree(os.environ['HF_HOME'] + "
-           "'/hub', True); r.urlopen(os.environ['HF_ENDPOINT'] + '/emptied').close()")  # fmt: skip
-NEEDED: dict[str, tuple[str, list[str], str]] = {
-    "a task": ("export STORE OUT --task math --base BASE", ["math"], "Written to"),
-    "an adapter": ("export STORE OUT --task math --lora --rank 2 --base BASE", ["math"], "rank"),
-    "no such task": ("export STORE OUT --task maht", [], "did you mean `math`?"),
-    "task vectors": ("inspect STORE", ["math", "code"], "T = 2 task vectors"),
-    "bases": ("inspect me/bases", [], "T = 2 task vectors"),
-    "a model": ("inspect org/base", [], "the repository has no basis.json"),
+def forget(hub: HubServer, cache: Path) -> None:
+    """Empty the cache, and the list of what was downloaded."""
+    shutil.rmtree(cache)
+    hub.sent.clear()
+
+
+NEEDED: dict[str, tuple[int, list[str], str]] = {
+    # command -> exit code, folders that are downloaded, and what is said
+    "export STORE OUT --task math --base BASE": (0, ["math"], "Written to"),
+    "export STORE OUT --task math --lora --rank 2 --base BASE": (0, ["math"], "rank"),
+    "export STORE OUT --task maht": (1, [], "did you mean `math`?"),
+    "inspect STORE": (0, ["math", "code"], "T = 2 task vectors"),
+    "inspect me/bases": (0, [], "T = 2 task vectors"),
+    "inspect org/base": (1, [], "the repository has no basis.json"),
 }
 
 
+@pytest.mark.parametrize("line", NEEDED)
 def test_only_what_a_command_needs_is_downloaded(
-    hub: HubServer, run: Any, pushed: dict[str, Path], tmp_path: Path
+    line: str, hub: HubServer, online: Path, pushed: dict[str, Path], tmp_path: Path
 ) -> None:
-    places = {"STORE": "me/store", "BASE": pushed["base"]}
-    commands = [
-        [tmp_path / str(k) if word == "OUT" else places.get(word, word) for word in line.split()]
-        for k, (line, _, _) in enumerate(NEEDED.values())
-    ]
-    before = len(hub.sent)
-    _, *found = run(EMPTIED, *(each for command in commands for each in (command, EMPTIED)))
-    downloads, answers = " ".join(hub.sent[before:]).split("|")[1:-1], found[::2]
-    for (_, folders, said), (_, told), sent in zip(
-        NEEDED.values(), answers, downloads, strict=True
-    ):
-        assert said in told
-        assert {name.partition("/")[0] for name in sent.split() if "/" in name} == {*folders}
-        basis = {name for name in sent.split() if "/" not in name}
-        assert basis == ({"basis.json", "basis.safetensors"} if "repository" not in said else set())
+    code, folders, said = NEEDED[line]
+    places = {"STORE": "me/store", "BASE": pushed["base"], "OUT": tmp_path / "out"}
+    forget(hub, online)
+    assert said in tvb(*(places.get(word, word) for word in line.split()), code=code).output
+    assert {name.partition("/")[0] for name in hub.sent if "/" in name} == {*folders}
+    basis = {name for name in hub.sent if "/" not in name}
+    assert basis == ({"basis.json", "basis.safetensors"} if "repository" not in said else set())
 
 
 def test_commands_read_the_hub_and_only_what_they_need(
-    hub: HubServer, run: Any, pushed: dict[str, Path], tmp_path: Path
+    hub: HubServer,
+    online: Path,
+    pushed: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    files = {name for name in contents(pushed["base"]) if name.startswith("model")}
-    assert {"config.json", *files} <= set(hub.sent)
+    forget(hub, online)
     sha = hub.sha("me/store", "main")
     hub.commit("me/store", {"basis.json": b"{}"})  # later: the revision counts
     store, here, there = f"me/store@{sha}", tmp_path / "here", tmp_path / "there"
-    code = (
-        "import transformers, tvb_mergekit as t; "
-        "m = transformers.AutoModelForCausalLM.from_pretrained('org/base'); "
-        f"live = t.attach(m, {store!r}); live.use('math'); live.verify(); "
-        "said = str(live.tasks)"
-    )
-    changed = (
-        f"import tvb_mergekit as t\nbases = t.load({store!r})\n"
-        "try: t.remove(bases.path, 'math')\nexcept t.UserError as error: said = str(error)"
-    )
-    found = run(
-        ("export", store, tmp_path / "math", "--task", "math"),
-        ("inspect", store),
-        ("export", "--model", pushed["math"], "--base", "org/base", tmp_path / "lora", "--lora",
-         "--rank", 2),
-        ("-c", code),
-        ("-c", changed),
-        ("merge", pushed["store"], here, "--method", "add", "--quiet"),
-    )  # fmt: skip
-    words = ("merge", store, there, "--method", "add", "--base", pushed["base"], "--quiet")
-    (offline,) = run(words, token="", offline=True)  # mergekit asks the Hub for a base by name
-    assert [code for code, _ in (*found, offline)] == [0] * 7, found
-    assert "T = 2 task vectors" in found[1][1] and found[3][1] == str([*TASKS[:2]])
-    assert "is in the Hugging Face cache: copy it" in found[4][1]
+    tvb("export", store, tmp_path / "math", "--task", "math")
+    files = {name for name in contents(pushed["base"]) if name.startswith("model")}
+    assert {"config.json", *files} <= set(hub.sent)
+    assert "T = 2 task vectors" in tvb("inspect", store).output
+    words = ("--model", pushed["math"], "--base", "org/base", "--lora", "--rank", 2)
+    tvb("export", tmp_path / "lora", *words)
+    config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "org/base"
+
+    live = attach(AutoModelForCausalLM.from_pretrained("org/base"), store)
+    live.use("math")
+    live.verify()
+    assert live.tasks == [*TASKS[:2]]
+    cached = load_store(store)
+    with pytest.raises(UserError, match="is in the Hugging Face cache: copy it"):
+        remove(str(cached.path), "math")
+
+    tvb("merge", pushed["store"], here, "--method", "add", "--quiet")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # mergekit asks for a base by name
+    monkeypatch.delenv("HF_TOKEN")
+    tvb("merge", store, there, "--method", "add", "--base", pushed["base"], "--quiet")
     for one, other in ((tmp_path / "math", pushed["math"]), (here, there)):
         states = load(one), load(other)
         assert states[0].keys() == states[1].keys()
         assert all(value.equal(states[1][name]) for name, value in states[0].items())
-    config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "org/base"
     assert not {"README.md", "pytorch_model.bin", "notes.md"} & set(hub.sent)
 
 
-def test_mistakes(hub: HubServer, run: Any, pushed: dict[str, Path], tmp_path: Path) -> None:
+def test_mistakes(
+    hub: HubServer, pushed: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = {
         ("inspect", "me/nothing"): "me/nothing: no such folder",
         ("inspect", "me/store@none"): "me/store@none: no such folder",
@@ -333,29 +303,25 @@ def test_mistakes(hub: HubServer, run: Any, pushed: dict[str, Path], tmp_path: P
         ("remove", tmp_path / "me/store", "--task", "math"): "no such folder",
         ("undo", tmp_path / "me/store"): "no such folder",
     }
-    found = [*zip(said.values(), run(*said), strict=True)]
-    found += zip(["Invalid"], run(("push", pushed["store"], "me/new"), token="wrong"), strict=True)
-    for expected, (code, told) in found:
-        assert code == 1 and expected in told and len(told.splitlines()) == 1, told
+    for words, expected in said.items():
+        assert expected in refused(*words)
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    assert "Invalid" in refused("push", pushed["store"], "me/new")
     assert "me/new" not in hub.repositories and not (tmp_path / "me").exists()
-    interrupted = (
-        "from unittest import mock\nfrom click.testing import CliRunner\n"
-        "from tvb_mergekit.cli.commands import main\n"
-        "with mock.patch('huggingface_hub.snapshot_download', side_effect=KeyboardInterrupt):\n"
-        "    done = CliRunner().invoke(main, ['export', 'me/store', 'out', '--task', 'math'])\n"
-        "said = [done.exit_code, done.output]"
-    )
-    assert run(("-c", interrupted))[0][1] == [130, "Interrupted.\n"]
+    with mock.patch("huggingface_hub.snapshot_download", side_effect=KeyboardInterrupt):
+        done = tvb("export", "me/other", "out", "--task", "math", code=130)
+    assert done.stderr == "Interrupted.\n"
 
 
 def test_a_push_deletes_files_of_removed_tasks_and_no_others(
-    hub: HubServer, run: Any, pushed: dict[str, Path], tmp_path: Path
+    hub: HubServer, pushed: dict[str, Path], tmp_path: Path
 ) -> None:
-    store, push = tmp_path / "store", ("push", tmp_path / "store", "me/less")
+    store = tmp_path / "store"
     shutil.copytree(pushed["store"], store)
     hub.commit("me/less", {"LICENSE": b"mine"})
-    found = run(push, ("remove", store, "--task", "code"), push)
-    assert [code for code, _ in found] == [0] * 3, found
+    for words in (["push", store, "me/less"], ["remove", store, "--task", "code"]):
+        tvb(*words)
+    tvb("push", store, "me/less")
     files = dict(hub.repositories["me/less"]["main"])
     assert "1 task" in files.pop("README.md").decode() and files.pop("LICENSE") == b"mine"
     assert files == contents(store)
