@@ -8,21 +8,21 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from commands import refused, tvb
+from commands import contents, refused, tvb
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from tvb_mergekit.score import read_benchmark, read_reference, read_results, table
+from tvb_mergekit.score.benchmark import Benchmark
 from tvb_mergekit.score.columns import Cell
 from tvb_mergekit.score.page import print_table
 from tvb_mergekit.score.results import Origin, Results, TaskResult
@@ -45,6 +45,8 @@ categories:
 """
 BENCH = ("--benchmark", "small.yml")
 SFT = (*BENCH, "--specialist", "sft")
+WORDS = ("TA=ta", "A|E*=ae", "--base", "base", *SFT)
+FILES = ("scores.html", "scores.json", "scores.md", "radar.svg", "radar.png")
 LATER = "ta/m/results_2026-01-02T03-04-05.678.json"
 LAST = "Average normalized accuracy"
 
@@ -56,14 +58,18 @@ def write_results(
     date: float = 1.0,
     of: int = 100,
     items: int = 100,
+    metrics: Mapping[str, Mapping[str, float]] = {},
     **other: Any,
 ) -> None:
-    """A result file of lm-eval 0.4.13: task -> `score,none`, or with its standard error."""
+    """A result file of lm-eval 0.4.13: task -> `score,none`, or with its standard error.
+
+    `metrics` gives further metrics of tasks; `other` replaces keys of the file.
+    """
     results = {}
     for task, score in scores.items():
         value, error = score if isinstance(score, tuple) else (score, "N/A")
         results[task] = {"name": task, "alias": task, "sample_len": items}
-        results[task] |= {"score,none": value, "score_stderr,none": error}
+        results[task] |= {"score,none": value, "score_stderr,none": error, **metrics.get(task, {})}
     config = {"model_args": {}, "limit": None, "gen_kwargs": {}, "model_dtype": "torch.float32",
               "batch_size": "auto"}  # fmt: skip
     found = {
@@ -200,7 +206,14 @@ def test_each_category_from_its_own_specialist(small: Path) -> None:
         assert last(text)[1].startswith(normalized)
 
 
-def of_values(values: tuple[float, ...]) -> Results:
+@pytest.fixture(scope="module")
+def benchmark(tmp_path_factory: pytest.TempPathFactory) -> Benchmark:
+    path = tmp_path_factory.mktemp("benchmark") / "small.yml"
+    path.write_text(SMALL)
+    return read_benchmark(str(path))
+
+
+def of_values(values: Iterable[float]) -> Results:
     pairs = zip(("add", "sub", "run"), values, strict=True)
     origin = Origin("f.json")
     return Results({n: TaskResult({"score,none": v}, {}, frozenset(), origin) for n, v in pairs})
@@ -210,13 +223,11 @@ THREE = st.tuples(*3 * [st.floats(0.01, 1)])
 
 
 @given(own=THREE, model=THREE, share=st.floats(0, 1))
-def test_properties_of_the_ratio(tmp_path_factory, own, model, share):
-    path = tmp_path_factory.getbasetemp() / "small.yml"
-    path.write_text(SMALL)
-    scaled = tuple(share * value for value in model)
-    models = {"same": of_values(own), "model": of_values(model), "scaled": of_values(scaled)}
+def test_properties_of_the_ratio(benchmark, own, model, share):
+    scaled = of_values(share * value for value in model)
+    models = {"same": of_values(own), "model": of_values(model), "scaled": scaled}
     specialists = dict.fromkeys(("math", "code"), of_values(own))
-    found = table(read_benchmark(str(path)), models, specialists=specialists)
+    found = table(benchmark, models, specialists=specialists)
     _, same, whole, part = (found.normalized(column).value for column in found.columns)  # type: ignore[union-attr]
     assert same == pytest.approx(100) and part == pytest.approx(share * whole)
     sums = [(values[0] + values[1]) / 2 + values[2] for values in (model, own)]
@@ -346,12 +357,12 @@ def test_what_was_measured_otherwise_is_told(small: Path) -> None:
 
 
 def test_limited_runs_and_answers_that_were_not_judged(small: Path) -> None:
-    write_results("m.json", {"add": 0.4, "sub": 0.4, "run": 0.4}, items=10)
-    found = json.loads(Path("m.json").read_text())
-    found["results"]["add"] |= {"as_text,none": 34 / 300, "as_text_stderr,none": 0.01}
-    found["results"]["sub"] |= {"as_text,none": 0.0, "unchecked,none": 0.0}
-    found["results"]["run"] |= {"unchecked,none": 0.002, "parse_error,none": 0.5}
-    Path("m.json").write_text(json.dumps(found))
+    metrics = {
+        "add": {"as_text,none": 34 / 300, "as_text_stderr,none": 0.01},
+        "sub": {"as_text,none": 0.0, "unchecked,none": 0.0},
+        "run": {"unchecked,none": 0.002, "parse_error,none": 0.5},
+    }
+    write_results("m.json", dict.fromkeys(metrics, 0.4), items=10, metrics=metrics)
     assert warnings("m.json", *SFT, "--out", "out", "--radar", "none")[:4] == [
         "m (limited): m.json was run with --limit or --samples: add (10 of 100 items), "
         "sub (10 of 100 items), run (10 of 100 items)",
@@ -471,19 +482,11 @@ def test_mistakes_are_one_line(small: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_as_a_user_types(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process and in one of its own, with equal files."""
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("COLUMNS", "100")
-    words = ["TA=ta", "A|E*=ae", "--base", "base", *SFT, "--out"]
-    run(*words, "one")
-    command = [str(Path(sys.executable).with_name("tvb")), "score", *words, "two"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    kept = [{path.name: path.read_bytes() for path in Path(o).iterdir()} for o in ("one", "two")]
-    assert kept[0] == kept[1]
-    assert sorted(kept[0]) == [
-        "radar.png", "radar.svg", "scores.html", "scores.json", "scores.md",
-    ]  # fmt: skip
+    done = tvb("score", *WORDS, "--out", "out")
+    assert done.stderr == ""
+    assert sorted(path.name for path in Path("out").iterdir()) == sorted(FILES)
     assert [line.rstrip() for line in done.stdout.splitlines()] == [
         "Small",
         "                              base   specialists            TA   A|E*",
@@ -494,9 +497,9 @@ def test_as_a_user_types(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "  Run                        10.00  40.00 ± 2.00  20.00 ± 1.00  30.00",
         "Average normalized accuracy  20.00        100.00  60.00 ± 3.31  65.00",
         "",
-        "Written to two",
+        "Written to out",
     ]
-    lines = kept[0]["scores.md"].decode().splitlines()
+    lines = Path("out/scores.md").read_text().splitlines()
     assert lines[2:10] == [
         "| Category                      | Task   |  base |  specialists |               TA |    A\\|E\\* |",  # noqa: E501
         "| ----------------------------- | ------ | ----: | -----------: | ---------------: | --------: |",  # noqa: E501
@@ -508,7 +511,7 @@ def test_as_a_user_types(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "| *Average normalized accuracy* |        | 20.00 |       100.00 |     60.00 ± 3.31 | **65.00** |",  # noqa: E501
     ]
     assert lines[11].endswith("The best of the models is bold.")
-    found = json.loads(kept[0]["scores.json"])
+    found = json.loads(Path("out/scores.json").read_text())
     assert found["format_version"] == 1 and found["partial"] is False
     kinds = [column["kind"] for column in found["columns"]]
     assert kinds == ["base", "specialists", "model", "model"]
@@ -522,30 +525,42 @@ def test_as_a_user_types(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
 
 
+def test_another_process_writes_equal_files(small: Path) -> None:
+    """The hash seed of its strings is another."""
+    pytest.importorskip("matplotlib")
+    import processes  # skips where processes are not forked
+
+    tvb("score", *WORDS, "--out", "one")
+    done = processes.run(["tvb", "score", *WORDS, "--out", "two"], small)
+    assert done.code == 0 and done.err == "", done.err
+    assert contents(Path("one")) == contents(Path("two")) and len(contents(Path("one"))) == 5
+
+
 def test_files_of_others_stay(small: Path) -> None:
     pytest.importorskip("matplotlib")
     words = ("ta", *SFT, "--out", "out")
-    names = "scores.html scores.md scores.json radar.svg radar.png".split()
-    for name in names:
+    for name in FILES:
         for place in (Path("out", name), Path("out", name, "x")):  # a folder, empty or not
             place.mkdir(parents=True)
             assert f"cannot write {Path('out', name)}: " in refused("score", *words)
             assert [each.name for each in Path("out").iterdir()] == [name]
         shutil.rmtree("out")
     run(*words)
-    run(*words)  # its own are replaced
-    for name in names:
+    theirs = b"<h1>tvb score of the thesis</h1>\xff"
+    for name in FILES:
         foreign = Path("out", name)
         own = foreign.read_bytes()
-        foreign.write_bytes(b"<h1>tvb score of the thesis</h1>\xff")
+        foreign.write_bytes(theirs)
         told = f"cannot write {foreign}: tvb score did not make it; name another --out"
         assert refused("score", *words) == f"Error: {told}\n"
-        assert foreign.read_bytes() == b"<h1>tvb score of the thesis</h1>\xff"
-        if name.startswith("radar"):
-            run(*words, "--radar", "none")
-            assert [*Path("out").glob("radar*")] == [foreign]  # its own is of an earlier table
+        assert foreign.read_bytes() == theirs
         foreign.write_bytes(own)
-        run(*words)
+    Path("out/radar.png").write_bytes(theirs)
+    run(*words, "--radar", "none")
+    assert [*Path("out").glob("radar*")] == [Path("out/radar.png")]  # its own was of this table
+    Path("out/radar.png").unlink()
+    run(*words)
+    run(*words)  # its own are replaced
 
 
 @pytest.mark.parametrize(("width", "encoding"), [(30, "utf-8"), (80, "ascii"), (300, "utf-8")])
