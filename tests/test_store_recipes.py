@@ -12,9 +12,9 @@ import yaml
 from commands import Result, merge, ready, recipe, tvb
 from safetensors.torch import load_file, save_file
 from test_store import KINDS, SIZES, raw_family, read
-from tiny import TASKS, load
+from tiny import TASKS, llama, load
 from torch import Tensor
-from worlds import FAMILIES, Models, World
+from worlds import FAMILIES, Models, World, hub
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import from_mapping
@@ -108,9 +108,11 @@ def test_the_base_s_tokenizer_and_slices(world: World, tmp_path: Path) -> None:
             assert torch.equal(deep.tensors[name.replace(".1.", ".2.")], tensor)
 
 
-def test_a_gram_matrix_is_not_reused_for_another_order_of_tokens(tmp_path: Path) -> None:
+def test_a_gram_matrix_is_not_reused_for_another_order_of_tokens(
+    world: World, tmp_path: Path
+) -> None:
     """The files of the models are the same with and without `tokenizer_source`."""
-    made = FAMILIES["other order"](tmp_path / "in")
+    made = world("other order")
     keys = {"extra": {"tokenizer_source": "base"}, **KINDS["pca"]}
     document = recipe("basis_ta", made.base, made.listed, **keys)
     plain = build_store(read(made.base, made.listed, **KINDS["pca"]), tmp_path / "plain")
@@ -122,23 +124,18 @@ def test_a_gram_matrix_is_not_reused_for_another_order_of_tokens(tmp_path: Path)
 
 
 def test_models_with_code_of_their_own(tmp_path: Path) -> None:
-    found = FAMILIES["llama"](tmp_path / "in")
-    code = (
-        "from transformers import LlamaConfig\n\n\nclass Mine(LlamaConfig):\n    model_type = 'm'\n"
-    )
+    found = hub(llama, tmp_path / "in")
+    code = "from transformers import LlamaConfig\nclass Mine(LlamaConfig):\n    model_type = 'm'\n"
     for path in (found.base, *found.listed):
         config = json.loads((path / "config.json").read_text())
         more = {"model_type": "m", "auto_map": {"AutoConfig": "configuration_mine.Mine"}}
         (path / "config.json").write_text(json.dumps(config | more))
         (path / "configuration_mine.py").write_text(code)
-    made = from_mapping(recipe("basis_ta", found.base, found.listed, **KINDS["balanced"]))
-    build_store(read_inputs(made, Options(trust_remote_code=True)), tmp_path / "store")
-    flag = "--trust-remote-code"
+    document, flag = found.recipe(**KINDS["balanced"]), "--trust-remote-code"
+    made = read_inputs(from_mapping(document), Options(trust_remote_code=True))
+    build_store(made, tmp_path / "store")
     merged = over(tmp_path / "store", found.base, "basis_ta", tmp_path / "merged", flag)
-    want = merge(
-        recipe("basis_ta", found.base, found.listed, **KINDS["balanced"]), tmp_path / "m", flag
-    )
-    assert_alike(merged, want, found.states[0])
+    assert_alike(merged, merge(document, tmp_path / "m", flag), found.states[0])
 
 
 # The recipes that a store is written with
@@ -158,21 +155,27 @@ def test_lambda_1_means_as_much_before_and_after_a_task_joins(kind, world, tmp_p
 
 
 def test_the_ready_recipes_run(world: World, tmp_path: Path) -> None:
+    """They differ only in methods and parameters; test_merges.py runs those of stores."""
     found, built = world("llama"), {**KINDS["pca"], "lambda": 0.25}
     folder = stored(found, tmp_path / "my store", **built)
-    names = [*ALL_TASKS, *(f"forget-{task}" for task in TASKS)]
-    assert {f.stem for f in (folder / "recipes").iterdir()} == set(names)
-    for name in names[:6]:
+    forgets = [f"forget-{task}" for task in TASKS]
+    assert {f.stem for f in (folder / "recipes").iterdir()} == {*ALL_TASKS, *forgets}
+    kept = None
+    for name in (*ALL_TASKS, forgets[0]):
         document = ready(folder, f"{name}.yml")
-        made = merge(document, tmp_path / name)
-        keys = dict(document["parameters"])
-        forgets = {"forget": TASKS[0], "alpha": 1.0, "lambda": 0}
+        keys, method = document["parameters"], document["merge_method"]
         lambda_ = 0.25 if name in ("add", "ties") else 1.0  # the recipe's is of another method
-        assert (forgets if "forget" in name else {"lambda": lambda_}).items() <= keys.items()
-        method = document["merge_method"]
-        want = found.merge(method, tmp_path / f"m-{name}", **KINDS["pca"], **keys)
-        assert_alike(made, want, found.states[0])
-        assert {p.name for p in made.folder.iterdir()} == {p.name for p in want.folder.iterdir()}
+        forget = {"forget": TASKS[0], "alpha": 1.0, "lambda": 0}
+        assert (forget if name in forgets else {"lambda": lambda_}).items() <= keys.items()
+        rest = {k: v for k, v in document.items() if k not in ("merge_method", "parameters")}
+        kept = kept or rest
+        assert method == ALL_TASKS.get(name, ("basis_negate",))[0] and rest == kept
+        if name in ("add", "wudi", forgets[0]):
+            made = merge(document, tmp_path / name)
+            want = found.merge(method, tmp_path / f"m-{name}", **KINDS["pca"], **keys)
+            assert_alike(made, want, found.states[0])
+            files = [{path.name for path in each.folder.iterdir()} for each in (made, want)]
+            assert files[0] == files[1]
 
 
 def test_task_names_that_no_file_could_have(tmp_path: Path) -> None:
@@ -235,70 +238,53 @@ def test_mergekit_merges_exported_bases(world: World, tmp_path: Path) -> None:
         torch.testing.assert_close(theirs.tensors[name], tensor, rtol=0, atol=3e-7)
 
 
-# Refusals
-
-
-def test_random_directions_are_not_added(world: World, tmp_path: Path) -> None:
-    made = world("store of rand_proj")
-    result = merge(recipe("basis_ta", made.base, made.listed), tmp_path / "out", fails=True)
-    assert "only basis_negate" in one_line(result)
+# Stores that stand, and what does not fit them
 
 
 @pytest.fixture(scope="module")
-def standing(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Models, Path, Path]:
+def standing(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base that was moved, a model of it, and stores."""
     place = tmp_path_factory.mktemp("standing")
+    found = world("llama")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TVB_MERGEKIT_CACHE", str(place / "cache"))
-        found = world("llama")
-        one = stored(found, place / "one", **KINDS["pca"])
-        other = stored(found, place / "other", **KINDS["balanced"])
-    shutil.copytree(one, place / "copy")
-    return found, one, other
+        for name, kind in {"one": "pca", "other": "balanced", "drawn": "rand_proj"}.items():
+            stored(found, place / name, **KINDS[kind])
+    copied = {"base": found.base, "math": found.listed[0], "copy": place / "one"}
+    for name, folder in copied.items():
+        shutil.copytree(folder, place / name)
+    return place
 
 
-def one_line(result: Result) -> str:
-    lines = [line for line in result.output.splitlines() if line.startswith("Error: ")]
-    assert len(lines) == 1, result.output
-    assert "Traceback" not in result.output
-    return lines[0]
-
-
-BOTH = ("basis-000", "basis-001")
-REFUSED: dict[str, tuple[str, Sequence[str], dict[str, Any]]] = {
-    # the message -> method, what is listed (beside the store: see `standing`), parameters
-    "`num_bases` was set when": ("basis_ta", BOTH, {"num_bases": 2}),
-    "`tvb export STORE OUT --basis K`": ("task_arithmetic", BOTH, {"weight": 0.5}),
-    "and linear takes models": ("linear", ("math", "basis-000"), {"weight": 1}),
-    "nothing else, basis-000, basis-001": ("basis_ta", BOTH[:1], {}),
-    "mean is not a basis of": ("basis_ta", (*BOTH, "mean"), {}),
-    "no config.json in this folder": ("basis_ta", (".",), {}),
-    "two stores": ("basis_ta", ("basis-000", "../copy/basis-001"), {}),
-    "is not a vector of a store": ("basis_ta", ("math", *BOTH), {}),
+ONE, OTHER = (("one/basis-000", "one/basis-001"), ("other/basis-000", "other/basis-001"))
+DRAWN = ("drawn/basis-000", "drawn/basis-001", "drawn/basis-002")
+REFUSED: dict[str, tuple[str, str, Sequence[str], dict[str, Any]]] = {
+    # the message -> method, base, what is listed, parameters
+    "`num_bases` was set when": ("basis_ta", "base", ONE, {"num_bases": 2}),
+    "`tvb export STORE OUT --basis K`": ("task_arithmetic", "base", ONE, {"weight": 0.5}),
+    "and linear takes models": ("linear", "base", ("math", "one/basis-000"), {"weight": 1}),
+    "nothing else, basis-000, basis-001": ("basis_ta", "base", ONE[:1], {}),
+    "mean is not a basis of": ("basis_ta", "base", (*ONE, "one/mean"), {}),
+    "no config.json in this folder": ("basis_ta", "base", ("one",), {}),
+    "two stores": ("basis_ta", "base", ("one/basis-000", "copy/basis-001"), {}),
+    "is not a vector of a store": ("basis_ta", "base", ("math", *ONE), {}),
+    "only basis_negate": ("basis_ta", "base", DRAWN, {}),
+    "a difference from its base": ("basis_ta", "one/basis-000", OTHER, {}),
+    "belongs to the base": ("basis_ta", "math", ONE, {}),
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_recipes_that_do_not_fit_the_store(message, standing, tmp_path):
-    found, one, _ = standing
-    method, names, keys = REFUSED[message]
-    listed = [one / name if name != "math" else found.listed[0] for name in names]
-    result = merge(recipe(method, found.base, listed, **keys), tmp_path / "out", fails=True)
-    assert message in one_line(result)
+def test_recipes_that_do_not_fit_the_store(message: str, standing: Path, tmp_path: Path) -> None:
+    method, base, names, keys = REFUSED[message]
+    document = recipe(method, standing / base, [standing / name for name in names], **keys)
+    output = merge(document, tmp_path / "out", fails=True).output
+    (line,) = [line for line in output.splitlines() if line.startswith("Error: ")]
+    assert message in line and "Traceback" not in output
 
 
-def test_a_basis_is_no_model(standing: tuple[Models, Path, Path], tmp_path: Path) -> None:
-    found, one, other = standing
-    models = sorted(other.glob("basis-0*"))
-    result = merge(recipe("basis_ta", one / "basis-000", models), tmp_path / "o", fails=True)
-    assert "a difference from its base" in one_line(result)
+def test_a_basis_is_not_a_model_and_a_moved_base_is_the_base(standing, tmp_path):
+    bases = [standing / name for name in ONE]
     with pytest.raises(Exception, match="list the fine-tuned models"):
-        build_store(read(found.base, sorted(one.glob("basis-0*"))), tmp_path / "store")
-
-
-def test_another_base_is_refused(standing: tuple[Models, Path, Path], tmp_path: Path) -> None:
-    found, one, _ = standing
-    both = [one / "basis-000", one / "basis-001"]
-    result = merge(recipe("basis_ta", found.listed[0], both), tmp_path / "out", fails=True)
-    assert "belongs to the base" in one_line(result)
-    shutil.copytree(found.base, tmp_path / "moved")  # the same base elsewhere is the same
-    merge(recipe("basis_ta", tmp_path / "moved", both), tmp_path / "out")
+        build_store(read(standing / "base", bases), tmp_path / "store")
+    merge(recipe("basis_ta", standing / "base", bases), tmp_path / "out")
