@@ -20,7 +20,7 @@ from commands import assert_close, recipe, refused
 from commands import tvb as run_tvb
 from reference import Dense, expect
 from safetensors.torch import save_file
-from tiny import TASKS, family
+from tiny import TASKS
 from torch import Tensor, nn
 from worlds import World
 
@@ -162,7 +162,7 @@ def test_whatever_is_given_is_taken_or_refused(tmp_path, monkeypatch):
         "build": {"base": base, "models": models, "out": None, "weights": None, **one},
         "load": {"path": "store"},
         "add": {"bases": bases, "base": base, "model": {"weight": 2 * torch.eye(4)}, "task": "d",
-                "budget": 4, "compress": "ae", **one},
+                "budget": 4, "compress": "balanced", **one},
         "remove": {"path": "store", "task": "a"},
         "undo": {"path": "store"},
         "reconstruct": {"bases": bases, "base": base, "task": "a", "dtype": None},
@@ -177,7 +177,7 @@ def test_whatever_is_given_is_taken_or_refused(tmp_path, monkeypatch):
         assert set(good) == {*keys} - {"settings", "parameters"}
     for name in ("build", "merge"):
         functions[name] |= {"exclude": "x", "lambda_": 0.4, "lambda_scale": "bases"}
-    functions["build"] |= {"basis": "ae", "num_bases": 2, "steps": 2}
+    functions["build"] |= {"basis": "balanced", "num_bases": 2}
     accepted: dict[tuple[str, str], list[Any]] = {}
     for name, good in functions.items():
         for key in good:
@@ -197,7 +197,7 @@ def test_whatever_is_given_is_taken_or_refused(tmp_path, monkeypatch):
         ("add", "bits"): [None],
         **{(name, "exclude"): [3, "no\nwhere"] for name in ("build", "merge")},
         **{(name, "lambda_"): [3, 2.5] for name in ("build", "merge")},
-        **{("build", key): [3] for key in ("num_bases", "steps")},
+        ("build", "num_bases"): [3],
         **{(name, "dtype"): [None] for name in ("build", "reconstruct", "merge")},
         ("add", "bases"): [None, place],
         ("add", "budget"): [None, 3],
@@ -208,9 +208,9 @@ def test_whatever_is_given_is_taken_or_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
-def test_no_file_stays_open(tmp_path: Path) -> None:
+def test_no_file_stays_open(tiny_models: Path, tmp_path: Path) -> None:
     """Nor is one left to the interpreter to close, which warns of it under `python -X dev`."""
-    base, models = family(tmp_path, tasks=("a", "b"))
+    models = {name: tiny_models / name for name in "ab"}
 
     def opened() -> set[str]:
         links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
@@ -223,7 +223,7 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for number, keys in enumerate(({"bits": 4}, {"bits": 2}, {"basis": "none"})):
-                tvb.build(base, {p.name: p for p in models}, tmp_path / f"{number}", **keys)
+                tvb.build(tiny_models / "base", models, tmp_path / f"{number}", **keys)
                 assert opened() == before, keys
     finally:
         gc.enable()
