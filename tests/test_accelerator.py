@@ -266,7 +266,7 @@ MERGES: list[tuple[str, Any, Any, tuple[bool, ...]]] = [
      [(GRAM[0] + PIECES, GRAM[1] + 2 * PIECES), (2 * PIECES + 4, PIECES)], BOTH),
     ("basis_ties", ALL, [COUNT, (0, GRAM[1]), TRIM], BOTH),  # G on the way
     # Two sweeps for each tensor. The second needs two sizes for each piece and basis.
-    ("basis_ties", BY_TENSOR, [GRAM, COUNT, COUNT, (8, 4 + PIECES * T * 2), TRIM], BOTH),
+    ("basis_ties", BY_TENSOR, [GRAM, COUNT, COUNT, (8, 4 + PIECES * T), TRIM], BOTH),
     ("basis_iso", ALL, [GRAM, matrices(0, 4)], (False,)),
     ("basis_iso", {**ALL, "common": 0.5}, [GRAM, matrices(0, 17)], (True,)),
     ("basis_tsvm", ALL, [GRAM, matrices(0, 17)], (False,)),

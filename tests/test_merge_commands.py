@@ -63,9 +63,9 @@ def test_recipe_is_parsed_and_headers_are_read_once(stored, world, tmp_path, mon
         parsed.extend(["recipe"] * ("merge_method" in text))
         parse(self, stream)
 
-    def reading(path: Path) -> Any:
-        read.append(Path(path).parent)
-        return header(path)
+    def reading(folder: Path, shard: str) -> Any:
+        read.append(folder)
+        return header(folder, shard)
 
     monkeypatch.setattr(Reader, "__init__", parsing)
     monkeypatch.setattr(checkpoint, "_read_safetensors_header", reading)

@@ -94,6 +94,6 @@ def exact_thresholds(
         above.append(int(kept[bins[-1]]))  # values in this bin or above
     del counts, kept  # the table of bins, before the second
     fine = sweep(lambda: Histogram(rows, bins)).counts
-    higher = torch.tensor(above)[:, None] - fine.sum(1, keepdim=True)
+    higher = torch.tensor(above, device="cpu")[:, None] - fine.sum(1, keepdim=True)
     last = (higher + _from_the_top(fine) >= k).sum(1) - 1
-    return bin_edges(torch.tensor(bins), last)
+    return bin_edges(torch.tensor(bins, device="cpu"), last)
