@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from commands import merge, ready, tvb
 from safetensors.torch import load_file, save_file
 from test_faults import ALL, OF_FILES, OF_OUTPUT, RECIPES, Case, prepare, recipe, slices, snapshot
+from torch import Tensor
 
 import tvb_mergekit
 from tvb_mergekit.cli.commands import main
@@ -74,15 +75,21 @@ def check(document: Mapping[str, Any], *options: object, code: int = 0) -> str:
     return str(done.stdout if code == 0 else done.stderr)
 
 
-ONLY_MERGES = {
-    "slices": slices(ALL, ALL),
-    "union": recipe(tokenizer={"source": "union"}),
-}
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> dict[str, Tensor]:
+    """Change the tensors of a model, whose file is a link to that of other tests."""
+    file = folder / "model.safetensors"
+    state = load_file(file)
+    change(state)
+    file.unlink()
+    save_file(state, file, {"format": "pt"})
+    return state
 
 
-@pytest.mark.parametrize("name", ONLY_MERGES)
-def test_what_a_merge_takes_and_a_build_does_not(name: str, here: Path) -> None:
-    document = ONLY_MERGES[name]
+ONLY_MERGES = {"slices": slices(ALL, ALL), "union": recipe(tokenizer={"source": "union"})}
+
+
+@pytest.mark.parametrize("document", ONLY_MERGES.values(), ids=ONLY_MERGES)
+def test_what_a_merge_takes_and_a_build_does_not(document: dict[str, Any], here: Path) -> None:
     said = check(document, "--deep")
     assert "21 tensors take part" in said and "bases would retain" in said
     assert "Not for tvb build: `" in said
@@ -94,40 +101,35 @@ def test_excluded_tensors_of_a_merge_with_slices(here: Path) -> None:
     document = slices(ALL, ALL)
     document["parameters"] = {"exclude": "lm_head"}
     assert "1 left to the base, excluded by the recipe: lm_head.weight" in check(document)
-    state = load_file(here / "base/model.safetensors")
-    state["lm_head.weight"][0] = float("nan")
-    (here / "base/model.safetensors").unlink()
-    save_file(state, here / "base/model.safetensors", {"format": "pt"})
+    rewrite(here / "base", lambda state: state["lm_head.weight"][0].fill_(torch.nan))
     check(document)
     assert "32 NaN" in check(document, "--deep", code=1)
 
 
 def test_an_excluded_mask_may_be_infinite(here: Path) -> None:
+    masks = {
+        "mask": torch.full((2, 2), -torch.inf).triu(1),
+        "mask.8": torch.ones(2).to(torch.float8_e4m3fn),
+    }
     for name in ("base", "a", "b"):
-        state = load_file(here / name / "model.safetensors")
-        state["mask"] = torch.full((2, 2), -torch.inf).triu(1)
-        state["mask.8"] = torch.ones(2).to(torch.float8_e4m3fn)
-        (here / name / "model.safetensors").unlink()
-        save_file(state, here / name / "model.safetensors", {"format": "pt"})
-    document = raw("a", "b") | {"dtype": "bfloat16"}
-    document["parameters"] = {**document["parameters"], "exclude": "8"}
-    assert "tensor `mask` of the base holds 0 NaN and 1 infinite" in check(
-        document, "--deep", code=1
-    )
-    document["parameters"] = {**document["parameters"], "exclude": "mask"}
+        rewrite(here / name, lambda state: state.update(masks))
+
+    def without(document: dict[str, Any], names: str) -> dict[str, Any]:
+        parameters = {**document["parameters"], "exclude": names}
+        return document | {"dtype": "bfloat16", "parameters": parameters}
+
+    document = without(raw("a", "b"), "mask")
+    told = check(without(document, "8"), "--deep", code=1)
+    assert "tensor `mask` of the base holds 0 NaN and 1 infinite" in told
     assert "All tensors are finite" in check(document, "--deep")
     tvb("build", "recipe.yml", "store", "--quiet")
-    over = ready(here / "store", "add.yml") | {"dtype": "bfloat16"}
-    over["parameters"] = {**over["parameters"], "exclude": "8"}
+    over = without(ready(here / "store", "add.yml"), "8")
     for name, each in {"models": document, "bases": over}.items():
         found = merge(each, here / f"out-{name}", command="mergekit-pytorch")
-        for own in ("mask", "mask.8"):
-            assert torch.equal(found.tensors[own].float(), state[own].float())
-    over["parameters"] = {**over["parameters"], "exclude": "."}
-    assert (
-        "no tensor takes part"
-        in merge(over, here / "none", command="mergekit-pytorch", fails=True).output
-    )
+        for own, mask in masks.items():
+            assert torch.equal(found.tensors[own].float(), mask.float())
+    none = merge(without(over, "."), here / "none", command="mergekit-pytorch", fails=True)
+    assert "no tensor takes part" in none.output
     with pytest.raises(UserError, match="no tensor takes part"):
         tvb_mergekit.merge(tvb_mergekit.load("store"), "base/model.safetensors", exclude=".")
 
@@ -140,10 +142,7 @@ def raw(*models: str) -> dict[str, Any]:
 def test_weight_files(here: Path) -> None:
     said = check(raw("a", "b"), "--deep")
     assert "21 tensors take part" in said and "mergekit-pytorch" not in said
-    state = load_file(here / "b/model.safetensors")
-    state.pop("lm_head.weight")
-    (here / "b/model.safetensors").unlink()
-    save_file(state, here / "b/model.safetensors", {"format": "pt"})
+    rewrite(here / "b", lambda state: state.pop("lm_head.weight"))
     said = check(raw("a", "b"))
     assert "--tensor-intersection or --tensor-union: lm_head.weight not in all files" in said
     tvb("build", "recipe.yml", "store", "--quiet")
@@ -178,22 +177,21 @@ def test_disk_is_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """To the 0.1 MB that are told, for several dtypes and kinds of bases."""
     tiny.family(tmp_path, lambda: tiny.llama(vocab_size=8000), ("a", "b", "c"), tokenizer=False)
     monkeypatch.chdir(tmp_path)
-    for number, (parameters, dtype) in enumerate(
-        [
-            ({}, "float32"),
-            ({"basis": "pca", "num_bases": 2}, "bfloat16"),
-            ({"basis": "pca", "energy": 1.0}, None),
-        ]
+    for number, document in enumerate(
+        (
+            recipe(dtype="float32"),
+            recipe({"basis": "pca", "num_bases": 2}, dtype="bfloat16"),
+            recipe({"basis": "pca", "energy": 1.0}, dtype=...),
+        )
     ):
-        said = check(recipe(parameters, dtype=dtype or ...), "--out", "out")
+        said = check(document, "--out", "out")
         merged, stored = re.findall(r"([\d.]+) MB(?: in float32|, a store)", said)
-        assert ("up to 3 bases" in said) == ("energy" in parameters)
+        assert ("up to 3 bases" in said) == (number == 2)
         tvb("build", "recipe.yml", f"store{number}", "--quiet")
-        found = sum(f.stat().st_size for f in Path(f"store{number}").rglob("model*.safetensors"))
-        assert abs(float(stored) - found / 1e6) < 0.15
-        out = merge(recipe(parameters, dtype=dtype or ...), tmp_path / f"out{number}").folder
-        found = sum(f.stat().st_size for f in out.glob("model*.safetensors"))
-        assert abs(float(merged) - found / 1e6) < 0.15
+        merge(document, tmp_path / f"out{number}")
+        for folder, told in ((f"store{number}", stored), (f"out{number}", merged)):
+            found = sum(f.stat().st_size for f in Path(folder).rglob("model*.safetensors"))
+            assert abs(float(told) - found / 1e6) < 0.15
 
 
 def test_a_shard_in_a_folder_is_read_from_there(tmp_path: Path) -> None:

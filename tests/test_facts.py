@@ -114,7 +114,6 @@ CASES: dict[str, dict[str, Any]] = {
     "ae": {"basis": "ae", "num_bases": 3, "steps": 300},
     "exact": {"basis": "ae", "solver": "exact", "num_bases": 2},
     "balanced": {"basis": "balanced", "num_bases": 3},
-    "pca": {"basis": "pca", "num_bases": 2},
     "rand_proj": {"basis": "rand_proj", "num_bases": 2},
 }
 
@@ -181,7 +180,7 @@ def test_the_loss_with_either_decoder_is_told(results: dict[str, Result]) -> Non
 def test_fingerprints_follow_the_contents(world, results, tmp_path):
     """Not the path, the format or the sharding; any of the values that are sampled."""
     base, models = world("llama").base, world("llama").listed
-    before = results["pca"].facts["fingerprints"]
+    before = results["balanced"].facts["fingerprints"]
     state = load(models[0])
     same, changed = tmp_path / "same", tmp_path / "changed"
     for folder in (same, changed):
