@@ -34,7 +34,6 @@ class HubServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
         self.repositories: dict[str, dict[str, Files]] = {}
-        self.blobs: Files = {}
         self.sent: list[str] = []  # files that were downloaded
         self.private: set[str] = set()
 
@@ -73,9 +72,6 @@ class Answers(BaseHTTPRequestHandler):
 
     def missing(self, kind: str) -> None:
         self.answer({"error": "not found"}, 404, X_Error_Code=kind)
-
-    def body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
     def allowed(self, name: str) -> bool:
         given = self.headers.get("Authorization")
@@ -121,12 +117,8 @@ class Answers(BaseHTTPRequestHandler):
         etag = f'"{hashlib.sha256(data).hexdigest()}"'
         return self.answer(data, ETag=etag, X_Repo_Commit=sha)
 
-    def do_PUT(self) -> None:
-        self.server.blobs[self.path.rpartition("/")[2]] = self.body()
-        self.answer()
-
     def do_POST(self) -> None:
-        text = self.body()
+        text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.headers.get("Authorization") not in (f"Bearer {TOKEN}", None):
             return self.answer({"error": "Invalid token"}, 401)
         if self.path == "/api/repos/create":
@@ -137,19 +129,11 @@ class Answers(BaseHTTPRequestHandler):
             return self.answer({"url": f"{self.server.address}/{name}", "name": name, "id": name})
         if self.path == "/api/validate-yaml":
             return self.answer({"errors": [], "warnings": []})
-        name = "/".join(
-            self.path.strip("/").removesuffix("/info/lfs/objects/batch").split("/")[2:4]
-        )
+        name = "/".join(self.path.strip("/").split("/")[2:4])
         if "/preupload/" in self.path:
-            made = [{"path": f["path"], "shouldIgnore": False, "uploadMode": "lfs" if
-                     f["path"].endswith(".safetensors") else "regular"}
-                    for f in json.loads(text)["files"]]  # fmt: skip
+            how = {"shouldIgnore": False, "uploadMode": "regular"}
+            made = [{"path": file["path"], **how} for file in json.loads(text)["files"]]
             return self.answer({"files": made})
-        if self.path.endswith("/info/lfs/objects/batch"):
-            objects = [{"oid": o["oid"], "size": o["size"], "actions": {"upload": {
-                "href": f"{self.server.address}/lfs/{o['oid']}"}}}
-                for o in json.loads(text)["objects"]]  # fmt: skip
-            return self.answer({"transfer": "basic", "objects": objects})
         assert "/commit/" in self.path, self.path
         files: Files = {}
         deleted = []
@@ -157,8 +141,6 @@ class Answers(BaseHTTPRequestHandler):
             value = line["value"]
             if line["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                files[value["path"]] = self.server.blobs[value["oid"]]
             elif line["key"] == "deletedFile":
                 deleted.append(value["path"])
         sha = self.server.commit(name, files, deleted)
