@@ -87,7 +87,7 @@ def test_the_source_distribution_makes_the_same_wheel(wheel, tmp_path, monkeypat
     monkeypatch.chdir(ROOT)
     with tarfile.open(tmp_path / backend.build_sdist(str(tmp_path))) as archive:
         archive.extractall(tmp_path)
-    (source,) = tmp_path.glob("tvb_mergekit-*/")
+    (source,) = (path for path in tmp_path.glob("tvb_mergekit-*") if path.is_dir())
     monkeypatch.chdir(source)
     made = []
     for file in (wheel, tmp_path / backend.build_wheel(str(tmp_path))):

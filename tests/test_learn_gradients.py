@@ -241,13 +241,16 @@ def test_coefficients_make_the_model(case: Case, method: str, more: tuple[object
     assert values.min() >= 0 or "--nonnegative" not in more
 
 
-def test_steps_of_atlas_go_as_far_as_over_all_vectors(case: Case) -> None:
-    """The first step of AdamW is the rate, whatever the gradient: here times T/M = 1.5."""
-    source = case.recipe("far", basis="balanced", num_bases=2, lambda_scale="tasks")
+@pytest.mark.parametrize(("lambda_scale", "scale"), [("bases", 1), ("tasks", 1.5)])
+def test_steps_of_atlas_go_as_far_as_over_all_vectors(
+    case: Case, lambda_scale: str, scale: float
+) -> None:
+    """The first step of AdamW is the rate, whatever the gradient: by tasks times T/M."""
+    source = case.recipe(lambda_scale, basis="balanced", num_bases=2, lambda_scale=lambda_scale)
     words = (*case.words, "--epochs", 1, "--batch-size", 99, "--learning-rate", 0.05)
-    merged = case.learn(source, "atlas", "step", *words, "--held-out", 0)
-    assert coefficients(merged.folder).abs().median() == pytest.approx(0.075, rel=1e-3)
-    assert facts(merged.folder)["scale"] == pytest.approx(1.5)
+    merged = case.learn(source, "atlas", f"step-{lambda_scale}", *words, "--held-out", 0)
+    assert coefficients(merged.folder).abs().median() == pytest.approx(0.05 * scale, rel=1e-3)
+    assert facts(merged.folder)["scale"] == pytest.approx(scale)
 
 
 def metadata(folder: Path) -> dict[str, Any]:

@@ -81,6 +81,7 @@ def test_mergekit_pytorch_in_two_processes(world: World, tmp_path: Path) -> None
     keys = {"basis": "rand_proj", "num_bases": 2, "forget": "code.pt", "alpha": 1}
     document = recipe("basis_negate", made.base, made.listed, **keys)
     out, cache = tmp_path / "out", tmp_path / "cache"
+    assert "PYTHONHASHSEED" not in os.environ
     words = ["mergekit-pytorch", write(document, out), out, "--quiet"]
     done = processes.run(words, tmp_path, TVB_MERGEKIT_CACHE=str(cache))
     assert done.code == 0, done.err

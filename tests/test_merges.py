@@ -147,7 +147,7 @@ CASES = {
     "one untied": Case("one untied", TA, PCA),
     "adapters": Case("adapters", NEGATE, FORGOTTEN),
     # vocabularies
-    "more tokens": Case("two more tokens", TIES, PCA, extra=TOKENIZER),
+    "more tokens": Case("two more tokens", TIES, {**PCA, "trim": "tensor"}, extra=TOKENIZER),
     "other order": Case("other order", TA, PCA, extra=SOURCE),
     "union": Case("tied", TA, PCA, extra={"tokenizer_source": "union"}),
     # recipes

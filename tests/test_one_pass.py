@@ -151,12 +151,12 @@ SAID = {
 }
 WHOLE = {"basis": "none"}
 FAULTS: list[tuple[str, dict[str, Any], float | None]] = [
-    *(("basis_ta", HALF, None), ("basis_iso", HALF, None), ("basis_ties", WHOLE, None)),
-    *(
-        ("basis_ta", HALF, math.nan),
-        ("basis_iso", HALF, -math.inf),
-        ("basis_ties", WHOLE, math.nan),
-    ),
+    ("basis_ta", HALF, None),
+    ("basis_ta", HALF, math.nan),
+    ("basis_iso", HALF, None),
+    ("basis_iso", HALF, -math.inf),
+    ("basis_ties", WHOLE, None),
+    ("basis_ties", WHOLE, math.nan),
 ]
 
 

@@ -217,9 +217,9 @@ def test_other_commands_refuse(models, tmp_path, monkeypatch):
 
 def launch(*words: str) -> None:
     """accelerate's launcher in the place of the command: it starts two new Pythons."""
-    from accelerate.commands import launch
+    from accelerate.commands.launch import launch_command, launch_command_parser
 
-    launch.launch_command(launch.launch_command_parser().parse_args(words))
+    launch_command(launch_command_parser().parse_args(words))
     sys.exit()
 
 

@@ -297,8 +297,8 @@ STRANGE = {  # what a store cannot keep -> the command that would lose it
     "grown/notes.txt": "add grown e --task e --budget 4",
     "grown/2-basis.json": "undo grown",
     "grown/basis-003/mine.txt": "undo grown",
-    "vectors/link@": "add vectors e --task e",
-    "grown/folder@": "undo grown",
+    "vectors/link@/nowhere": "add vectors e --task e",
+    "grown/folder@/": "undo grown",
     "vectors/recipes/mine.yml": "remove vectors --task a",
     "grown/notes/pipe|": "undo grown",
 }
@@ -307,15 +307,17 @@ STRANGE = {  # what a store cannot keep -> the command that would lose it
 def test_a_file_that_a_change_would_lose_is_refused_before_the_work(here, monkeypatch):
     made = recipe("basis_ta", here / "base", [here / task for task in "abc"])
     tvb("build", write(made, here / "vectors"), "vectors", "--bits", "8", "--quiet")
-    make = {
-        "|": os.mkfifo,
-        "@": lambda path: path.symlink_to({"link": "/nowhere"}.get(path.name, "/")),
-    }
     monkeypatch.setattr("tvb_mergekit.store.addition.gram_pass", None)
     for name, words in STRANGE.items():
-        mine = here / name.rstrip("|@")
+        path, _, target = name.rstrip("|").partition("@")
+        mine = here / path
         mine.parent.mkdir(parents=True, exist_ok=True)
-        make.get(name[-1], lambda path: path.write_text("{}"))(mine)
+        if target:
+            mine.symlink_to(target)
+        elif name.endswith("|"):
+            os.mkfifo(mine)
+        else:
+            mine.write_text("{}")
         said = refused(*words.split())
         assert f"{mine}: is not the store's" in said and "move it out" in said, said
         mine.unlink()

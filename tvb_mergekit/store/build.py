@@ -153,9 +153,9 @@ def build_store(
         if quantize is not None and quantize.size is not None and taken > quantize.size:
             fewer = 0.95 * form.share * quantize.size / taken
             instead = f"--keep {fewer:.2g}" if fewer else "a larger size"
-            shutil.rmtree(partial)
             raise UserError(
-                f"--size {quantize.size:,} bytes: the files take {taken:,}; give {instead}"
+                f"--size {quantize.size:,} bytes: the files take {taken:,}; give {instead}, "
+                f"and delete {partial}"
             )
         bases = StoreWriter(out, partial).commit(vectors, history_of(inputs, basis))
         unfinished.forget()

@@ -82,7 +82,12 @@ def located(recipe: Any, path: str | os.PathLike[str]) -> Any:
 
 
 def with_paths(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe with paths as mappings if mergekit would split their text, at `+` or `@`."""
+    """The recipe with paths as mappings if mergekit would split their text, at `+` or `@`.
+
+    It splits no weight files (mergekit-pytorch).
+    """
+    if os.path.isfile(str(recipe.get("base_model"))):
+        return dict(recipe)
 
     def model(name: object) -> object:
         path = isinstance(name, str) and re.search("[+@]", name) and os.path.exists(name)

@@ -47,8 +47,9 @@ class StoreWriter:
         """
         mine = (self.folder / MARK).is_file()
         if os.path.lexists(self.folder) and not mine and os.listdir(self.folder):
-            how = "move or delete it"
-            if is_store(self.folder) and not (before := next_to(self.store, "previous")).exists():
+            how, before = "move or delete it", next_to(self.store, "previous")
+            stores = is_store(self.folder) and is_store(self.store) and not before.exists()
+            if stores and _are_neighbours(*map(read_store_facts, (self.folder, self.store))):
                 how = f"an undo was interrupted; complete it: mv {self.folder} {before}"
             raise UserError(f"{self.folder} is in the way: {how}")
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -140,11 +141,16 @@ def undo_change(path: str | os.PathLike[str]) -> Bases:
         if not previous.is_dir():
             raise UserError(f"{path}: nothing to undo: {previous} does not exist")
         other = load(previous).facts
-        if now.store.previous != other.checksum and other.store.previous != now.checksum:
+        if not _are_neighbours(now, other):
             raise UserError(f"{path}: nothing to undo: {previous} is of another store")
         writer.discard()
         _rename((store, new), (previous, store), (new, previous))
     return load(store)
+
+
+def _are_neighbours(one: StoreFacts, other: StoreFacts) -> bool:
+    """Whether one state of a store was made of the other."""
+    return one.store.previous == other.checksum or other.store.previous == one.checksum
 
 
 def link(file: Path, target: Path) -> None:
@@ -189,7 +195,9 @@ def _check_own(store: Path, facts: StoreFacts) -> None:
         place = entry.relative_to(store).as_posix()
         # A kill right after a build leaves WORKING files, of each process too: 0-journal.jsonl
         left = place.lstrip("0123456789-") in forms.WORKING
-        folder = entry.is_dir() and not entry.is_symlink()
+        folder = entry.is_dir() and (
+            not entry.is_symlink() or any(name.startswith(f"{place}/") for name in own)
+        )
         if not folder and place not in own and not left:
             raise UserError(
                 f"{entry}: is not the store's, which cannot keep it there; move it out of {store}"

@@ -276,14 +276,16 @@ def _index(folder: Path) -> dict[str, list[str] | None]:
 def _read_index(index: Path) -> Iterator[tuple[str, list[str]]]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted({str(PurePath(shard)) for shard in weight_map.values()})
+        shards: dict[str, list[str]] = {}
+        for name, shard in weight_map.items():
+            shards.setdefault(str(PurePath(shard)), []).append(name)
         if not shards:
             raise ValueError("it lists no tensor")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{index}: not a shard index ({type(error).__name__}: {error}); download it again"
         ) from error
-    for shard in shards:
+    for shard, names in sorted(shards.items()):
         if PurePath(shard).is_absolute() or ".." in PurePath(shard).parts:
             raise UserError(
                 f"{index}: points outside its folder (`{shard}`); a shard must lie beside its "
@@ -291,7 +293,7 @@ def _read_index(index: Path) -> Iterator[tuple[str, list[str]]]:
             )
         if not (index.parent / shard).is_file():
             raise UserError(f"{index.parent}: shard {shard} is missing; download the model again")
-        yield shard, [name for name, where in weight_map.items() if str(PurePath(where)) == shard]
+        yield shard, names
 
 
 def _read_safetensors_header(folder: Path, shard: str) -> dict[str, TensorInfo]:

@@ -156,9 +156,8 @@ def test_a_climb_ends_at_the_maximum_and_asks_once(data, count):
     assert point == grid[top]
     assert len(asked) == len(set(asked)) == sum(s is not None for s in scores)
     assert all(scores[i] is not None for i in (top - 1, top, top + 1) if 0 <= i < count)
-    assert (
-        addition.climbed(grid, lambda point: 0.0, start)[0] == grid[0]
-    )  # the smallest of equal ones
+    # The smallest of equal ones:
+    assert addition.climbed(grid, lambda point: 0.0, start)[0] == grid[0]
 
 
 @pytest.mark.parametrize("alike", [True, False])
