@@ -25,6 +25,7 @@ from tvb_mergekit import UserError, attach, remove
 from tvb_mergekit import load as load_store
 
 TOKEN = "hf_" + "x" * 34
+UNREAD = ("pytorch_model.bin", "notes.md")
 Files = dict[str, bytes]
 
 
@@ -125,7 +126,8 @@ class Answers(BaseHTTPRequestHandler):
             asked = json.loads(text)
             name = f"{asked['organization']}/{asked['name']}"
             self.server.repositories.setdefault(name, {"main": {}})
-            self.server.private |= {name} if asked.get("private") else set()
+            private = asked.get("private") or asked.get("visibility") == "private"
+            self.server.private |= {name} if private else set()
             return self.answer({"url": f"{self.server.address}/{name}", "name": name, "id": name})
         if self.path == "/api/validate-yaml":
             return self.answer({"errors": [], "warnings": []})
@@ -186,7 +188,7 @@ def pushed(
     folder = tmp_path_factory.mktemp("made")
     how: dict[str, Any] = {"dtypes": (torch.bfloat16,), "scale": 0.01, "max_shard_size": "30KB"}
     base, models = family(folder, tasks=TASKS[:2], **how)
-    hub.commit("org/base", contents(base) | {"pytorch_model.bin": b"not read", "notes.md": b""})
+    hub.commit("org/base", contents(base) | dict.fromkeys(UNREAD, b"not read"))
     bases: dict[str, dict[str, Any]] = {"store": {"basis": "none"}}
     bases["bases"] = {"basis": "pca", "num_bases": 1}
     for name, keys in bases.items():
@@ -201,7 +203,7 @@ def test_a_pushed_store_is_the_store_with_a_card(hub: HubServer, pushed: dict[st
     files = dict(hub.repositories["me/store"]["main"])
     card = files.pop("README.md").decode()
     assert card.startswith('---\nbase_model: "org/base"\ntags: [merge, tvb-mergekit]\n---\n')
-    assert "me/store: 2 tasks" in card and "math" in card
+    assert "me/store: 2 tasks" in card and "math" in card and "me/store" in hub.private
     assert files == contents(pushed["store"])
 
 
@@ -271,7 +273,7 @@ def test_commands_read_the_hub_and_only_what_they_need(
         states = load(one), load(other)
         assert states[0].keys() == states[1].keys()
         assert all(value.equal(states[1][name]) for name, value in states[0].items())
-    assert not {"README.md", "pytorch_model.bin", "notes.md"} & set(hub.sent)
+    assert not {"README.md", *UNREAD} & set(hub.sent)
 
 
 def test_mistakes(

@@ -52,6 +52,7 @@ def hoeffding(values: Array) -> float:
     "sizes",
     [
         np.ones(40, int),  # right or wrong
+        np.ones(1319, int),  # as many as GSM8K has
         np.random.default_rng(0).integers(1, 10, 40),  # pass@1 of ten samples
         np.round(np.random.default_rng(0).gamma(0.5, 100, 60)) + 1,  # real-valued
         np.array([100] * 3 + [*range(1, 10)] * 22),  # a short task and a long one
@@ -78,35 +79,13 @@ def test_p_values_of_unequal_sizes(sizes: Array) -> None:
             assert exact <= found <= hoeffding(signs * sizes)
         else:  # 1e-4 is the least that 9999 draws give
             assert abs(found - exact - 1e-4) <= 2.5 * (exact / 9999) ** 0.5
-    assert 0.5 ** len(sizes) <= sign_flip(sizes * 1.0) <= hoeffding(sizes)  # all of one sign
+    one_sign = sign_flip(sizes * 1.0)
+    assert 0.5 ** len(sizes) * (1 - 1e-9) <= one_sign <= hoeffding(sizes)
 
 
 def test_holm_by_hand() -> None:
     assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
     assert holm([0.6, 0.7]) == [1.0, 1.0] and holm([]) == []
-
-
-@pytest.mark.parametrize(
-    ("items", "gain", "least", "most"),
-    [
-        *((items, 0, 0.04, 0.06) for items in (200, 1319)),
-        (1319, 0.04, 0.65, 1),  # 4 points on as many items as GSM8K has
-        (15, None, 0.04, 0.06),  # independent real-valued scores
-    ],
-)
-def test_how_often_1000_pairs_differ(items, gain, least, most):
-    """False positives of equal models, and power, at level 0.05."""
-    generator = np.random.default_rng(0)
-    found = []
-    for _ in range(1000):
-        if gain is None:
-            one, other = generator.gamma(0.5, 1, (2, items))
-        else:  # items of all difficulties
-            right = generator.uniform(size=items)
-            draws = generator.uniform(size=(2, items))
-            one, other = (draws < (right, right + gain)).astype(float)
-        found.append(sign_flip(other - one) < 0.05)
-    assert least <= np.mean(found) <= most
 
 
 def scored(folder: str, scores: dict[str, Sequence[float]], model: str = "", **more: Any) -> None:

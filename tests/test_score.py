@@ -26,6 +26,7 @@ from tvb_mergekit.score.benchmark import Benchmark
 from tvb_mergekit.score.columns import Cell
 from tvb_mergekit.score.page import print_table
 from tvb_mergekit.score.results import Origin, Results, TaskResult
+from tvb_mergekit.score.table import Table
 
 EVALS = Path(__file__).resolve().parent.parent / "evals"
 SMALL = """
@@ -118,15 +119,19 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def papers_table() -> Table:
+    benchmark = read_benchmark("mergebench")
+    paper = read_reference("paper", benchmark)
+    return table(benchmark, {}, reference=paper, show_reference=True)
+
+
 def test_the_papers_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     # the paper prints RandSelect's as 63.38
     normalized = ["100.00", "72.88", "63.49", "47.07", "63.37"]
     assert last(run("--reference", "paper", "--show-reference")) == normalized
-    benchmark = read_benchmark("mergebench")
-    paper = read_reference("paper", benchmark)
-    found = table(benchmark, {}, reference=paper, show_reference=True)
-    sft = [found.score(found.columns[0], category) for category in benchmark.categories]
+    found = papers_table()
+    sft = [found.score(found.columns[0], category) for category in found.benchmark.categories]
     means = [cell.value for cell in sft if cell is not None]
     assert means == pytest.approx([37.52, 52.795, 46.569, 44.21, 75.83], abs=5e-4)
     assert found.gaps() == [] and not found.is_partial
@@ -565,15 +570,12 @@ def test_files_of_others_stay(small: Path) -> None:
 
 @pytest.mark.parametrize(("width", "encoding"), [(30, "utf-8"), (80, "ascii"), (300, "utf-8")])
 def test_no_number_is_cut(width: int, encoding: str) -> None:
-    benchmark = read_benchmark("mergebench")
-    paper = read_reference("paper", benchmark)
-    found = table(benchmark, {}, reference=paper, show_reference=True)
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding, newline="")
-    print_table(found, Console(file=file, width=width))
+    print_table(papers_table(), Console(file=file, width=width))
     file.flush()
     text = raw.getvalue().decode(encoding)
-    for column in paper.columns:
+    for column in read_reference("paper", read_benchmark("mergebench")).columns:
         for cell in column.tasks.values():
             assert f" {cell.value:.2f}" in text
     heads = sum("(paper)" in line for line in text.splitlines())
