@@ -26,6 +26,7 @@ from tvb_mergekit import load as load_store
 
 TOKEN = "hf_" + "x" * 34
 UNREAD = ("pytorch_model.bin", "notes.md")
+OTHER_COPY = "original/model.safetensors"  # which mergekit downloads, too
 Files = dict[str, bytes]
 
 
@@ -188,7 +189,8 @@ def pushed(
     folder = tmp_path_factory.mktemp("made")
     how: dict[str, Any] = {"dtypes": (torch.bfloat16,), "scale": 0.01, "max_shard_size": "30KB"}
     base, models = family(folder, tasks=TASKS[:2], **how)
-    hub.commit("org/base", contents(base) | dict.fromkeys(UNREAD, b"not read"))
+    others = dict.fromkeys((*UNREAD, OTHER_COPY), b"not read")
+    hub.commit("org/base", contents(base) | others)
     bases: dict[str, dict[str, Any]] = {"store": {"basis": "none"}}
     bases["bases"] = {"basis": "pca", "num_bases": 1}
     for name, keys in bases.items():
@@ -257,10 +259,13 @@ def test_commands_read_the_hub_and_only_what_they_need(
     config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "org/base"
 
+    assert not {"README.md", *UNREAD} & set(hub.sent)
+    forget(hub, online)
     live = attach(AutoModelForCausalLM.from_pretrained("org/base"), store)
     live.use("math")
     live.verify()
     assert live.tasks == [*TASKS[:2]]
+    assert not {"README.md", *UNREAD, OTHER_COPY} & set(hub.sent)
     cached = load_store(store)
     with pytest.raises(UserError, match="is in the Hugging Face cache: copy it"):
         remove(str(cached.path), "math")
