@@ -28,6 +28,7 @@ SUMS = f"{MERGING} -k sums_equal"
 # (file, old text, new text), by the tests that are to notice them
 MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     "test_learn.py": [
+        ("learn/centroids.py", "example.ids[: example.start]", "example.ids"),
         ("core/learned.py",
          "torch.where(total > 0, weights / total, 1 / count)", "weights / total"),
         ("core/learned.py", "one.diagonal().copy_(diagonal)", "pass"),
@@ -288,7 +289,6 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("store/routing.py", "len(passed.hidden_states) // 2", "-1"),
         ("learn/wemoe.py", "(counted.cumsum(1) == counted) & batch", "batch"),
         ("learn/wemoe.py", "bases[item.name].to(item.out)", "bases[item.name]"),
-        ("learn/centroids.py", "example.ids[: example.start]", "example.ids"),
     ],
     "test_recipe.py": [
         ("settings.py", "ratio * num_tasks + 0.5", "ratio * num_tasks"),
