@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,21 +70,15 @@ def located(recipe: Any, path: str | os.PathLike[str]) -> Any:
         relative = isinstance(model, str) and model.startswith("../")
         return os.path.normpath(folder / str(model)) if relative else model
 
-    base, models = recipe.get("base_model"), recipe.get("models")
-    if isinstance(models, list):
-        models = [
-            {**entry, "model": place(entry.get("model"))} if isinstance(entry, dict) else entry
-            for entry in models
-        ]
-    own = base == os.path.join("..", facts.store.base_beside or "")
-    base = base_of(facts, folder.parent) if own else place(base)
-    return with_paths({**recipe, "base_model": base, "models": models})
+    own = recipe.get("base_model") == os.path.join("..", facts.store.base_beside or "")
+    found = _renamed(recipe, place)
+    return with_paths({**found, "base_model": base_of(facts, folder.parent)} if own else found)
 
 
 def with_paths(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe with paths as mappings if mergekit would split their text, at `+` or `@`.
 
-    It splits no weight files (mergekit-pytorch).
+    If the base is a weight file, the recipe is for mergekit-pytorch, which splits nothing.
     """
     if os.path.isfile(str(recipe.get("base_model"))):
         return dict(recipe)
@@ -93,13 +87,18 @@ def with_paths(recipe: Mapping[str, Any]) -> dict[str, Any]:
         path = isinstance(name, str) and re.search("[+@]", name) and os.path.exists(name)
         return {"model": {"path": name}} if path else name
 
+    return _renamed(recipe, model)
+
+
+def _renamed(recipe: Mapping[str, Any], rename: Callable[[object], object]) -> dict[str, Any]:
+    """The recipe with other names of the base and of the models."""
     models = recipe.get("models")
     if isinstance(models, list):
         models = [
-            {**entry, "model": model(entry.get("model"))} if isinstance(entry, dict) else entry
+            {**entry, "model": rename(entry.get("model"))} if isinstance(entry, dict) else entry
             for entry in models
         ]
-    return {**recipe, "base_model": model(recipe.get("base_model")), "models": models}
+    return {**recipe, "base_model": rename(recipe.get("base_model")), "models": models}
 
 
 def times(setting: Any, factor: float) -> Any:
