@@ -5,23 +5,22 @@ mutations by file or text. Fails if one is not noticed. `test_house.py` looks fo
 """
 
 import os
+
+os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}  # before torch starts
+
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
+
+import hypothesis
+import peft  # noqa: F401 what takes long to import is imported once, before the forks
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# Hypothesis need not shrink what fails.
-RUN = """
-import sys, pytest
-from hypothesis import Phase, settings
-settings.register_profile("mutated", phases=[Phase.explicit, Phase.generate])
-settings.load_profile("mutated")
-sys.exit(pytest.main(sys.argv[1:]))
-"""
-
+LOG = "log.txt"
 ENCODERS = "test_encoders.py"
 MERGING = "test_core_properties.py"
 SUMS = f"{MERGING} -k sums_equal"
@@ -323,19 +322,36 @@ def fails(copy: Path, tests: str, path: Path, old: str, new: str) -> bool:
     text, stamp = path.read_text(), path.stat()
     names = [str(ROOT / "tests" / w) if w.endswith(".py") else w for w in shlex.split(tests)]
     options = ["-xqp", "no:cacheprovider", f"--rootdir={ROOT}", f"-c{ROOT}/pyproject.toml"]
-    env = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", RUN, *options, *names]
     path.write_text(text.replace(old, new))
     try:
-        done = subprocess.run(
-            words, cwd=copy, env={**os.environ, **env}, capture_output=True, text=True
-        )
+        child = os.fork()
+        if not child:
+            run(copy, [*options, *names])
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
         path.write_text(text)
         os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    if done.returncode > 1:
-        sys.exit(f"{path.name}: the tests do not run: {done.stdout[-500:]}{done.stderr[-500:]}")
-    return done.returncode == 1
+    if code not in (0, 1):
+        sys.exit(f"{path.name}: the tests do not run: {(copy / LOG).read_text()[-1000:]}")
+    return code == 1
+
+
+def run(copy: Path, words: list[str]) -> NoReturn:
+    """Run pytest on the copy of the package, in a forked process, and end the process."""
+    log = os.open(copy / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(copy)
+    sys.path.insert(0, str(copy))
+    os.environ["PYTHONPATH"] = str(copy)
+    # Hypothesis need not shrink what fails.
+    hypothesis.settings.register_profile(
+        "mutated", phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
+    )
+    hypothesis.settings.load_profile("mutated")
+    code = int(pytest.main(words))
+    sys.stdout.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
