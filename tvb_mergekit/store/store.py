@@ -258,12 +258,15 @@ def load(path: str | os.PathLike[str], without: str = "", task: str = "") -> Bas
     """
     folder = fetch(path, task)
     for wait in (0.1, 0.5):
+        number = folder.stat().st_ino if folder.exists() else None
         try:
             return _load(folder, without, task)
         except UserError:
+            if folder.exists() and folder.stat().st_ino == number:
+                raise
             if not any(next_to(folder, kind).is_dir() for kind in ("new", "previous")):
                 raise
-        time.sleep(wait)  # a change may have been between its renames
+        time.sleep(wait)  # a change was between its renames
     return _load(folder, without, task)
 
 
