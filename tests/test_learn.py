@@ -85,6 +85,15 @@ def test_inputs_that_are_always_zero_and_singular_sums() -> None:
         regression_mean("w", bases, grams[:1] * 2, encoder, 1.0)
 
 
+def test_sums_of_inputs_stay_float32() -> None:
+    """Also while the model runs in bfloat16."""
+    model, examples = linear()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = statistics.grams(model, {"w": model.head}, examples)["w"]
+    x = torch.cat([model.table(torch.tensor(each.ids)) for each in examples])
+    assert torch.allclose(found, x.T @ x, rtol=1e-6, atol=1e-5)
+
+
 def statistics_of(folder: Path, method: str, data: Examples) -> dict[str, Tensor]:
     """The Fisher of the labels, or X^T X over the inputs X of each layer, in float64."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -384,6 +393,7 @@ def test_what_is_refused(case: Case, tmp_path: Path) -> None:
         ("`merge_method` is basis_ties", ties, *files),
         ("no tensor takes part", case.recipe("nothing", basis="none", exclude="."), *files),
         ("--data: --from names finished statistics", plain, "--from", tmp_path, *files),
+        ("--resume: --from names finished statistics", plain, "--from", tmp_path, "--resume"),
         ("not an --out of `tvb learn`", plain, "--from", tmp_path),
         ("expected TASK=FILE", plain, *files, "--data", f"={empty}"),
     ):
@@ -434,6 +444,16 @@ def test_a_full_disk_and_a_kill_in_the_last_stage(case, monkeypatch, caplog):
     assert f"{out}.partial keeps what was finished: free some disk" in full
     assert "No space left" in full and "--resume" in full and "nothing was left" not in full
     words.append("--resume")
+    # Finished files need no second place on the disk.
+    held = sum(map(len, contents(Path(f"{out}.partial")).values()))
+    merged = sum(tensor.nbytes for tensor in load(case.base).values())
+    for free, told in ((held // 2, "keeps what was finished"), (-held, "too little disk")):
+        usage = mock.Mock(free=2**20 + merged + free)
+        monkeypatch.setattr(shutil, "disk_usage", mock.Mock(return_value=usage))
+        with mock.patch(writes, side_effect=OSError(errno.ENOSPC, "No space left on device")):
+            assert told in refused(*words)
+    monkeypatch.undo()
+    monkeypatch.chdir(case.folder)
     kill = partial(processes.on_call, writes, processes.KILL, 3)
     assert processes.run(["tvb", *words], case.folder, kill).code == -9
     (stale,) = case.folder.glob("last.partial-*")
@@ -525,9 +545,10 @@ def test_chat_templates_cut_prompts_and_missing_tokenizers(tmp_path, caplog):
     case = Case(tmp_path, tokenizer=False)
     plain = case.recipe("plain", basis="none")
     words = ["learn", plain, "fisher", "--out", tmp_path / "out", "--quiet"]
-    assert "no tokenizer in" in refused(*words, *case.words)
     _, sources = family(tmp_path / "other", tasks=TASKS)
     tokenizer = AutoTokenizer.from_pretrained(sources[0])
+    tokenizer.save_pretrained(case.models[1])  # another task's does not count
+    assert "no tokenizer in" in refused(*words, *case.words)
     tokenizer.chat_template = (
         "{% for m in messages %}{{ 't9 ' + m.content + ' ' }}{% endfor %}"
         "{% if add_generation_prompt %}t9 {% endif %}"

@@ -5,6 +5,7 @@ Files that lm_eval itself has written are tabled in evals/mergebench/tests.
 
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -45,6 +46,7 @@ categories:
     tasks: [{name: run, label: "Run"}]
 """
 BENCH = ("--benchmark", "small.yml")
+TWICE = ("--metric", "add:acc,none", "--metric", "add:f1,none")
 SFT = (*BENCH, "--specialist", "sft")
 WORDS = ("TA=ta", "A|E*=ae", "--base", "base", *SFT)
 FILES = ("scores.html", "scores.json", "scores.md", "radar.svg", "radar.png")
@@ -441,6 +443,9 @@ def test_mistakes_are_one_line(small: Path, monkeypatch: pytest.MonkeyPatch) -> 
     write_results("two.json", {"mini_math_add": 0.5, "mergebench_gsm8k": 0.5})
     write_results("big.json", {"add": 37.5})
     write_results("less.json", {"add": 0.5}, higher_is_better={"add": {"score": False}})
+    column = {"label": "", "kind": "model", "tasks": {"add": math.nan}}
+    reference = {"format_version": 1, "benchmark": "small", "columns": [column]}
+    Path("nan.json").write_text(json.dumps(reference))
     two = ("ta", "--specialist")
     expected: dict[tuple[str, ...], str] = {
         (): "nothing to score: name result files",
@@ -469,6 +474,9 @@ def test_mistakes_are_one_line(small: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("less.json", *BENCH): "better when it is lower: choose another with --metric add:",
         ("ta", *BENCH, "--metric", "add:acc,none"): "add has no `acc,none`: it has `score,none`;",
         ("ta", *BENCH, "--metric", "ad:acc,none"): "--metric ad: no such task in small .did you",
+        ("ta", *BENCH, *TWICE): "--metric names acc,none and f1,none of add: give one",
+        ("ta", *BENCH, "--radar", "tasks"): "--radar goes with --out",
+        ("ta", *BENCH, "--reference", "nan.json"): "columns.0.tasks.*finite number .found nan.",
         ("ta", *BENCH, "--reference", "paper"): "reference paper is for mergebench, and the table",
         ("ta", *BENCH, "--reference", "nope"): "nope: No such file or directory; expected a ref",
     }

@@ -1,9 +1,12 @@
 """`tvb tune` on the quickstart's models, against mergekit-yaml and lm_eval run one by one."""
 
+import errno
 import json
 import math
+import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -151,12 +154,18 @@ def test_a_kill_and_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def killed(*args: Any) -> Scored:
         if score.call_count == 4:
-            raise KeyboardInterrupt
+            raise ends[-1]
         return score(*args)
 
     monkeypatch.setattr(harness, "score", killed)
-    said = tvb(*words(path, out, *more), code=130)
-    assert "The same command goes on." in said.stderr
+    ends: list[BaseException] = [OSError(errno.ENOSPC, "No space left on device")]
+    said = refused(*words(path, out, *more))
+    assert f"{out} keeps the scores: free some disk, and repeat the command" in said
+    (out / "points.jsonl").unlink()
+    score.reset_mock()
+    ends.append(KeyboardInterrupt())
+    said = tvb(*words(path, out, *more), code=130).stderr
+    assert "The same command goes on." in said
     assert not (out / ".work").exists() and not (out / "tune.json").exists()
     file = out / "points.jsonl"
     assert len(file.read_text().splitlines()) == 1 + 4
@@ -335,6 +344,12 @@ def test_tasks_know_the_model(tmp_path: Path) -> None:
         (task,) = found.loaded["tasks"].values()
         assert metadata.items() <= task.config.metadata.items()
         assert options.metadata or found.content == plain
+    # examples count as items do
+    contents = []
+    for shots, count in ((0, 5), (0, 6), (2, 5), (2, 6)):
+        own_task(tmp_path, "tt", {"test": 8, "fewshot": count}, num_fewshot=shots)
+        contents.append(loaded(tmp_path, {}).content)
+    assert contents[0] == contents[1] and len({*contents}) == 3
 
 
 @pytest.mark.parametrize(("own_class", "shots"), [(False, 3), (True, 0), (True, 3)])
@@ -454,6 +469,8 @@ def test_folders_tasks_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ((path, tmp_path / "mine"), "holds other files (notes.txt)"),
         ((path, path), "is a file; name a folder"),
         ((path, out, "--write", sum_), "is the input"),
+        ((written(tmp_path / "ties", quick("ties")), out, "--write", sum_), "is the input"),
+        ((path, sum_ / "out"), "lies in the input"),
         ((path, out, "--write", tmp_path), "lies there; name another"),
         ((sum_, out), "a folder, but not a store"),
     ):
@@ -464,6 +481,13 @@ def test_folders_tasks_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ):
         own_task(tmp_path / "tasks", "tt", {"test": 10}, **keys)
         assert said in refused(*words(path, out, tasks="tt", place=tmp_path / "tasks"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: mock.Mock(free=2**20))
+    assert "too little disk" in refused(*words(path, out, tasks="cpoy"))
+    (out / ".work").mkdir(parents=True)
+    with (out / ".work" / "model").open("wb") as file:  # of a killed run
+        file.truncate(2**27)
+    assert "knows no task cpoy" in refused(*words(path, out, tasks="cpoy"))
+    shutil.rmtree(out)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: mock.Mock(available=2**20))
     assert "too little memory on cpu" in refused(*words(path, out))
     assert not out.exists()
@@ -583,6 +607,11 @@ def test_means_and_shares_and_their_errors() -> None:
         ([entry("a", "f1,none")], specialists(a=0.4), "no f1,none of a above 0"),
         ([entry("a"), entry("b", "ppl,none", lower=True)], None, "ppl,none of b is better when"),
         ([entry("b", "ppl,none", lower=True)], specialists(b=4.0), "needs scores that rise"),
+        (
+            [entry("a")],
+            replace(specialists(a=0.5), rivals={"a": {"x": "1.json", "y": "2.json"}}),
+            r"--reference r: a was run by different models, x \(1.json\), y \(2.json\)",
+        ),
     ],
 )
 def test_objectives_that_are_none(entries: list[EvalTask], reference: Any, said: str) -> None:

@@ -68,6 +68,8 @@ def _of_the_machine(error: BaseException, out: str, keeps: str) -> str:
             f"cannot write {out}: {text}; {keeps} keeps what was finished: {mend}, and go "
             "on with --resume, or delete it"
         )
+    if os.path.isfile(os.path.join(out, "points.jsonl")):  # of `tvb tune`
+        return f"cannot write: {text}; {out} keeps the scores: {mend}, and repeat the command"
     return f"cannot write {out}: {text}; nothing was left behind: {mend}, or write elsewhere"
 
 

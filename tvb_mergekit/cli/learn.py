@@ -74,7 +74,7 @@ MIXTURE = choice(
 )
 FROM = folder("--from", "source", help="Merge the statistics of an earlier --out.")
 NONNEGATIVE = flag("--nonnegative", help="Learn square roots of the coefficients.")
-SHAPES_STATISTICS = ("data", "samples", "subsample", "seed", "precision")
+SHAPES_STATISTICS = ("data", "samples", "subsample", "seed", "precision", "resume")
 SHAPES_MASKS = (
     *("data", "mixture", "subsample", "seed", "precision", "penalty", "epochs", "learning_rate"),
     *("batch_size", "held_out", "patience", "checkpointing"),
@@ -209,8 +209,8 @@ def route(data: tuple[str, ...], out: str, base: str | None, **values: Any) -> N
     if folder is None or os.path.lexists(out):
         why = f"--out {out}: already there" if folder else "the base is a weight file, no folder"
         raise UserError(f"{why}; name another")
-    if not Path(out).absolute().parent.is_dir():
-        raise UserError(f"--out {out}: no such folder {Path(out).absolute().parent}; make it first")
+    if not os.access(parent := Path(out).absolute().parent, os.W_OK):
+        raise UserError(f"--out {out}: {parent} is no folder to write in; make it first")
     from tvb_mergekit.learn.centroids import learn_centroids
     from tvb_mergekit.tensors.output import check_outside
 

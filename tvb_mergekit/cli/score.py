@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 from click import argument, option
+from click.core import ParameterSource
 
 from tvb_mergekit.cli.options import (
     ACCESS,
@@ -74,6 +75,9 @@ def score(paths: tuple[str, ...], radar: Any, out: str | None, **values: Any) ->
     from tvb_mergekit.score.page import print_table
     from tvb_mergekit.tables import printable
 
+    source = click.get_current_context().get_parameter_source("radar")
+    if out is None and source is ParameterSource.COMMANDLINE:
+        raise UserError("--radar goes with --out, which gets the plot: leave it out")
     by = None if out is None or radar == "none" else radar
     if out is not None:
         check_output(out, by is not None)

@@ -109,7 +109,8 @@ def grams(
 
     def add(total: Tensor, layer: nn.Module, given: tuple[Any, ...]) -> None:
         rows = given[0].detach().reshape(-1, total.shape[0]).float()
-        total.add_(rows.T @ rows)
+        with torch.autocast(device.type, enabled=False):
+            total.add_(rows.T @ rows)
 
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())

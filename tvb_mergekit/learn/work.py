@@ -34,7 +34,7 @@ from tvb_mergekit.store.writer import link
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.merging import most_bases
-from tvb_mergekit.tensors.output import check_disk
+from tvb_mergekit.tensors.output import check_disk, folder_bytes
 from tvb_mergekit.tensors.passes import LEAST
 from tvb_mergekit.tensors.stream import Item, Sink
 
@@ -189,12 +189,9 @@ class Work(ABC):
         return self.method == "adamerging" or self.request.unlabeled
 
     def _encoded(self, file: DataFile) -> list[Example]:
-        models, folders = self.models, [self.models.folder(None)]
-        folders += map(models.folder, self.tasks)
-        if not self.by_gradient:
-            folders.insert(0, models.folder(file.task))
-        tokenizer = open_tokenizer(folders, models.trust)
+        models = self.models
         own = models.folder(None if self.by_gradient else file.task)
+        tokenizer = open_tokenizer([own, models.folder(None)], models.trust)
         return encode(file, tokenizer, *limits(own, models.trust))
 
     @property
@@ -269,8 +266,10 @@ class Work(ABC):
                 f"{megabytes(request.memory)} of memory are too little for {self.method}, which "
                 f"needs {megabytes(costs.memory)} without activations; raise --memory"
             )
-        check_disk(request.out, costs.disk)
         self.finished()
+        held = folder_bytes(request.partial)  # by --resume there already, else deleted
+        check_disk(request.partial, costs.disk - held)
+        check_disk(request.out, self.plan.output_bytes)  # perhaps a mount point
         return costs
 
     def finished(self) -> list[Path]:

@@ -26,7 +26,7 @@ UNJUDGED = {
 class Cell:
     """A score or a mean in percent; unknown facts are None."""
 
-    value: float
+    value: Annotated[float, pydantic.Field(allow_inf_nan=False)]
     stderr: float | None = None
     metric: str | None = None
     origin: Origin | None = None
@@ -96,12 +96,9 @@ def measured(
     for category in benchmark.categories:
         results = sources.get(category.name, Results({}))
         for task in (task for task in category.tasks if task.name in results.tasks):
-            if rivals := results.rivals.get(task.name):
-                models = [f"{model} ({file})" for model, file in rivals.items()]
-                raise UserError(
-                    f"{label}: {task.name} was run by different models, {listed(models)}: give "
-                    "each model a PATH of its own, and each specialist a CATEGORY=PATH"
-                )
+            results.check_rivals(
+                label, task.name, "each model a PATH of its own, and each specialist CATEGORY=PATH"
+            )
             metric = metrics.get(task.name, task.metric)
             cells[task.name] = _cell(task.name, metric, results.tasks[task.name])
     if not cells:

@@ -64,7 +64,7 @@ def gather(
         specialists=own,
         reference=None if reference is None else read_reference(reference, described),
         show_reference=show_reference,
-        metrics=dict(map(_metric, metrics)),
+        metrics=_metrics(metrics),
         partial=partial,
     )
     return examine(found)
@@ -95,11 +95,17 @@ def _label(place: Path) -> str:
     return path.parent.name if own == "results" else own
 
 
-def _metric(text: str) -> tuple[str, str]:
-    task, colon, metric = text.partition(":")
-    if not (task and colon and "," in metric):
-        raise UserError(f"--metric {text}: expected TASK:METRIC,FILTER, as gsm8k:exact_match,none")
-    return task, metric
+def _metrics(given: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in given:
+        task, _, metric = text.partition(":")
+        if not task or "," not in metric:
+            raise UserError(
+                f"--metric {text}: expected TASK:METRIC,FILTER, as gsm8k:exact_match,none"
+            )
+        if found.setdefault(task, metric) != metric:
+            raise UserError(f"--metric names {found[task]} and {metric} of {task}: give one")
+    return found
 
 
 def check_output(out: str | os.PathLike[str], drawing: bool) -> None:

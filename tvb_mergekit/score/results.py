@@ -60,6 +60,14 @@ class Results:
     # task that different models have run -> model -> its file
     rivals: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
+    def check_rivals(self, label: str, task: str, advice: str) -> None:
+        """Raise UserError if different models have run the task; `advice`: what to give."""
+        if rivals := self.rivals.get(task):
+            models = [f"{model} ({file})" for model, file in rivals.items()]
+            raise UserError(
+                f"{label}: {task} was run by different models, {listed(models)}: give {advice}"
+            )
+
 
 class _ResultFile(pydantic.BaseModel):
     """The keys of a result file that are read."""

@@ -224,7 +224,8 @@ def _eval_task(
         config = task.dump_config()
         metadata = dict(config.get("metadata") or {})
         config["metadata"] = {key: metadata[key] for key in metadata if key not in model}
-        text = json.dumps([config, [docs[i] for i in chosen]], sort_keys=True, default=str)
+        shots = [*task.fewshot_docs()] if config["num_fewshot"] else []
+        text = json.dumps([config, [docs[i] for i in chosen], shots], sort_keys=True, default=str)
         digest.update(ADDRESS.sub("", text).encode())
         better |= task.higher_is_better() or {}
     metrics = _pick(name, asked, _emitted(loaded))

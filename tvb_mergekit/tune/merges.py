@@ -46,6 +46,7 @@ from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.planner import (
     check_model,
     check_tokenizer_source,
+    input_folders,
     planned,
     planned_by_mergekit,
 )
@@ -153,6 +154,12 @@ class TunedRecipe:
             if isinstance(plan, Plan):
                 return plan.output_bytes
         return max(Checkpoint.open(self._folders(model)[0]).nbytes for model in self._models())
+
+    def inputs(self) -> list[str]:
+        """The folders of the models, in which nothing may be written."""
+        if self.recipe is not None:
+            return [*input_folders(self.recipe)]
+        return [os.fspath(folder) for each in self._models() for folder in self._folders(each)]
 
     def base(self) -> Path:
         base = MergeConfiguration.model_validate(self.document).base_model

@@ -17,13 +17,12 @@ from tvb_mergekit import __version__
 from tvb_mergekit.atomic import write_file
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.plugin.inputs import Options
-from tvb_mergekit.plugin.planner import input_folders
 from tvb_mergekit.progress import Bar
 from tvb_mergekit.score.benchmark import check_known, repeated
 from tvb_mergekit.score.results import read_results
 from tvb_mergekit.store.writer import lock
 from tvb_mergekit.tensors.layout import MEMORY
-from tvb_mergekit.tensors.output import check_disk, check_output_folder, check_outside
+from tvb_mergekit.tensors.output import check_disk, check_output_folder, check_outside, folder_bytes
 from tvb_mergekit.tune import harness, search
 from tvb_mergekit.tune.harness import EvalTask, ItemChoice, LmEval, Scored
 from tvb_mergekit.tune.merges import TunedRecipe, read_tuned
@@ -95,7 +94,7 @@ def tune(request: TuneRequest) -> Tuned:
     for mistake in _mistakes(request, recipe, points):
         raise UserError(mistake)
     recipe.check(points)
-    inputs = [] if recipe.recipe is None else input_folders(recipe.recipe)
+    inputs = recipe.inputs()
     for path in inputs:
         if request.out.resolve().is_relative_to(Path(path).resolve()):
             raise UserError(f"--out {request.out} lies in the input {path}; name another folder")
@@ -106,7 +105,8 @@ def tune(request: TuneRequest) -> Tuned:
     choice = ItemChoice(request.limit, share, request.test_share, request.seed)
     size = recipe.output_bytes()
     check_memory(size, request.device)
-    check_disk(request.out, (DISK if recipe.linear else 1) * size)
+    held = folder_bytes(request.out / WORK)  # of a killed run, deleted before the first point
+    check_disk(request.out, (DISK if recipe.linear else 1) * size - held)
     given = {"tokenizer", "tokenizer_source", "chat_template"} & recipe.document.keys()
     usual = None if given else recipe.base()
     harness.check_options(request, usual, request.options.trust_remote_code)
@@ -166,6 +166,8 @@ def _mistakes(request: TuneRequest, recipe: TunedRecipe, points: Sequence[float]
 
 def _objectives(request: TuneRequest, choice: ItemChoice, base: Path) -> dict[str, Objective]:
     reference = None if request.reference is None else read_results(request.reference)
+    for note in reference.notes if reference else ():
+        LOG.warning("%s", note)
     metrics: dict[str, list[str]] = {}
     for text in request.metrics:
         name, _, metric = text.partition(":")

@@ -180,6 +180,9 @@ def objective(
         return Objective(tuple(tasks), {})
     shares = {}
     for task, metric in metrics:
+        reference.check_rivals(
+            f"--reference {what}", task.name, "a folder with the files of each task's specialist"
+        )
         known = reference.tasks.get(task.name)
         value = known.metrics.get(metric, 0.0) if known else 0.0
         if value <= 0:
