@@ -321,6 +321,15 @@ def test_conv1d_under_both_kinds_of_names(tmp_path):
     for folder in (base, model):  # as on the Hub
         short = {name.removeprefix("transformer."): each for name, each in load(folder).items()}
         save_file(short, folder / "model.safetensors")
+    # A merge's patterns are of mergekit's names.
+    keys = {"basis": "none", "matrices": r"^transformer\.h\.0"}
+    file = write(recipe("basis_iso", base, [model], **keys), tmp_path / "r")
+    tvb("merge", file, tmp_path / "full", "--quiet")
+    tvb("merge", file, tmp_path / "lora", "--lora", "--rank", 32, "--quiet")
+    full, start = load(tmp_path / "full"), load(base)
+    found = by_peft(base, tmp_path / "lora")[1][0]
+    tau = {n: full[n].double() - start[n.removeprefix("transformer.")].double() for n in found}
+    assert off(found, tau) <= 1e-5 and len(found) == 8
     tvb("export", "--model", model, "--base", base, tmp_path / "two", "--lora", "--rank", 3)
     assert (tmp_path / "one" / WEIGHTS).read_bytes() == (tmp_path / "two" / WEIGHTS).read_bytes()
 

@@ -111,6 +111,9 @@ def test_mistakes_are_user_errors(world: World, tmp_path: Path) -> None:
         "unknown key `num_base`": lambda: tvb.build(base, models, num_base=2),
         "no convex": lambda: tvb.add(bases, base, models["math"], "new"),
         "compress by ae, or build": lambda: tvb.add(ae, base, models["math"], "new", **balanced),
+        "`num_bases`: new bases begin": lambda: tvb.add(
+            None, base, models["math"], "new", num_bases=2
+        ),
         "the budget is 2, and the": lambda: tvb.add(three, base, models["math"], "new", budget=2),
         "unknown task 'x'": lambda: tvb.build(base, models, weights={"x": 1.0}),
         "has shape": lambda: tvb.build(base, short),

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import os
 import re
 import shlex
 import shutil
@@ -243,7 +244,8 @@ REFUSED: dict[str, str] = {
     # where a store may go
     "build recipe.yml recipe.yml/x": "is a file",
     "build recipe.yml base": "is the input base",
-    "build recipe.yml store": "already holds",
+    "build recipe.yml store": "store is a store or a report already",
+    "check store --deep": "--deep and --out are for a RECIPE",
     "build recipe.yml notes": "already holds mine.txt",
     # where models may go
     "export store store/x --task math": "lies in the input store",
@@ -488,15 +490,21 @@ def test_cache(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "0 Gram matrices" in run("cache", "list").stdout
     run("inspect", "recipe.yml", "--quiet")
     assert "math, code, safety" in run("cache", "list").stdout
-    (tmp_path / "cache/junk.safetensors").write_text("junk")
+    for name in ("f" * 64, "model"):  # an entry that is damaged, and a user's file
+        (tmp_path / f"cache/{name}.safetensors").write_text("junk")
     assert "1 Gram matrices" in run("cache", "list").stdout
     assert "Deleted 2" in run("cache", "clear").stdout
+    assert [file.name for file in (tmp_path / "cache").iterdir()] == ["model.safetensors"]
     monkeypatch.delenv("TVB_MERGEKIT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     assert str(tmp_path / "user/tvb-mergekit/gram") in run("cache", "list").stdout
     monkeypatch.setenv("TVB_MERGEKIT_CACHE", "off")
     assert "is off" in run("cache", "list").stdout
     assert "Deleted 0" in run("cache", "clear").stdout
+    monkeypatch.setenv("TVB_MERGEKIT_CACHE", "")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # a user without a home
+    assert "is off" in run("cache", "list").stdout
 
 
 # Progress and messages on one stream: bars on a terminal, whole lines everywhere else

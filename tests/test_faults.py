@@ -263,6 +263,14 @@ def payload(folder: Path) -> None:
     torch.save({NORM: Payload()}, folder / "b" / "pytorch_model.bin")
 
 
+def pickled(content: dict[str, Any]) -> Setup:
+    def setup(folder: Path) -> None:
+        (folder / "b" / WEIGHTS).unlink()
+        torch.save(content, folder / "b" / "pytorch_model.bin")
+
+    return setup
+
+
 def gpt(folder: Path) -> None:
     shutil.rmtree(folder / "b")
     gpt2().save_pretrained(folder / "b")
@@ -345,6 +353,12 @@ OF_FILES = {
         wants=("b/pytorch_model.bin", "truncated"),
     ),
     "bin code": Case(setup=payload, wants=("b/pytorch_model.bin", "running code", "safetensors")),
+    "bin of more": Case(
+        setup=pickled({"model": {}, "step": 3}), wants=("no tensors but model and step", "alone")
+    ),
+    "bin of meta": Case(
+        setup=pickled({NORM: torch.ones(3, device="meta")}), wants=(f"`{NORM}` is meta", "dense")
+    ),
     "no config": Case(setup=removed("b/config.json"), wants=("./b", "no config.json", WEIGHTS)),
     "unknown module": Case(
         in_module("decoder", **recipe()), ("`modules`", "no decoder; they have default")

@@ -465,7 +465,9 @@ def test_dora_and_trained_modules_are_fused_instead(adapters: Models, tmp_path: 
         shutil.rmtree(out)
 
 
-def test_adapters_of_another_base(adapters: Models, tmp_path: Path) -> None:
+def test_adapters_of_another_base(
+    adapters: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     base, (math, code, _) = adapters.base, (str(each) for each in adapters.listed)
     wide, (full,) = tiny.family(tmp_path, lambda: tiny.llama(hidden_size=64), ("full",))
     train(wide, tmp_path / "wide", target_modules=["q_proj"])
@@ -476,6 +478,10 @@ def test_adapters_of_another_base(adapters: Models, tmp_path: Path) -> None:
     ):
         file = commands.write(recipe("basis_ta", base, models), tmp_path / "r")
         assert said in refused("check", file)
+    (tmp_path / "link").symlink_to(base)
+    made = recipe("basis_ta", tmp_path / "link", [math, code], exclude="nothing")
+    tvb("check", commands.write(made, tmp_path / "r"))  # two names of one base
+    assert "`exclude: nothing` matches no tensor" in caplog.text
     file = commands.write(recipe("basis_ta", "./nowhere", ["./nowhere+./here"]), tmp_path / "r")
     for words in (("check", file), ("build", file, tmp_path / "out")):
         assert "model ./nowhere: no such folder (from " in refused(*words)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tvb_mergekit.atomic import next_to
 from tvb_mergekit.errors import UserError, listed, one_line
 
 FACTS = ("basis.json", "basis.safetensors", "basis/basis.*")  # of a store, or in a merged model
@@ -42,6 +43,8 @@ def local(path: str | os.PathLike[str], patterns: Sequence[str], but: Sequence[s
     text = os.fspath(path)
     if os.path.exists(text) or (found := parsed(text)) is None:
         return text
+    if any(next_to(text, kind).is_dir() for kind in ("new", "previous", "partial")):
+        return text  # a store that is being changed, or was interrupted
     from huggingface_hub import snapshot_download
 
     try:

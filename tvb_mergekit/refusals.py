@@ -19,6 +19,7 @@ from tvb_mergekit.errors import UserError, one_line, remedy
 from tvb_mergekit.progress import closing_bars
 
 LOG = logging.getLogger(__name__)
+SMALLER = "use fewer bases, a smaller --memory or TVB_MERGEKIT_BLOCK_MB, or another device"
 
 
 class MergeRefused(click.ClickException, RuntimeError):
@@ -47,6 +48,9 @@ def refusing(planning: bool = False, out: str = "the output", keeps: str = "") -
     except (OSError, MemoryError, UnicodeEncodeError, safetensors.SafetensorError) as error:
         raise MergeRefused(_of_the_machine(error, out, keeps)) from error
     except (RuntimeError, ValueError) as error:
+        # torch's own, on a device and in main memory
+        if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
+            raise MergeRefused(f"{one_line(error)}; {SMALLER}") from error
         if not planning:
             raise
         LOG.info("refused while planning", exc_info=error)

@@ -159,6 +159,8 @@ def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
     Example: tvb check recipe.yml --deep
     """
     if os.path.isdir(recipe):
+        if deep or out is not None:
+            raise UserError("--deep and --out are for a RECIPE: leave them out")
         bases = load_store(recipe, checksums=True)
         click.echo(f"{recipe}: {len(bases.facts.store.files)} files as they were written")
         return
@@ -270,6 +272,8 @@ def _write_adapters(
         inputs, adapters = [model], [lora.NewAdapter("", f"{model} minus {name}", one)]
     else:
         bases = load_store(store, task=values["task"])
+        if values["sums"] and bases.keeps_tasks:
+            raise UserError("--sums adds up the adapters of bases, and the store keeps all tasks")
         if every is not None:
             adapters, scales = lora.adapters_of(bases, values["sums"])
         else:

@@ -49,12 +49,11 @@ def factor_gram(updates: Sequence[Mapping[str, Factors]]) -> GramSums:
         parts = [updates[i][name] for i in owners]
         left = torch.cat([part.left for part in parts], dim=1).double()
         right = torch.cat([part.right for part in parts], dim=0).double()
-        products = (left.T @ left) * (right @ right.T)
         ranks = torch.tensor([part.rank for part in parts])
         of = torch.repeat_interleave(torch.tensor(owners), ranks)
-        rows = torch.zeros(len(updates), len(of), dtype=torch.float64)
-        rows.index_add_(0, of, products)
-        sums.gram.index_add_(1, of, rows)
+        for owner, part in zip(owners, parts, strict=True):  # never [R, R]
+            products = (part.left.double().T @ left) * (part.right.double() @ right.T)
+            sums.gram[owner].index_add_(0, of, products.sum(0))
         sums.num_parameters += left.shape[0] * right.shape[1]
     sums.gram = symmetric(sums.gram)
     return sums

@@ -19,7 +19,7 @@ from tvb_mergekit.hub import may_be_on_the_hub
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.planner import check_adapter_place, check_model_place, open_file, plan_only
-from tvb_mergekit.plugin.recipe import refuse_bases
+from tvb_mergekit.plugin.recipe import identity_of, refuse_bases
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.store.sparse import Dense
 from tvb_mergekit.tensors import ranks
@@ -27,7 +27,7 @@ from tvb_mergekit.tensors.adapter import FUSE_INSTEAD, Adapter, NotPlainLora
 from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN, Checkpoint
 from tvb_mergekit.tensors.source import Holds
 from tvb_mergekit.tensors.stream import Item, Part
-from tvb_mergekit.tensors.taskset import TaskSet, match
+from tvb_mergekit.tensors.taskset import EXCLUDED, TaskSet, match
 
 LOG = logging.getLogger(__name__)
 FUSE = (
@@ -98,7 +98,7 @@ def _adapter_inputs(document: Document, options: Options, names: Sequence[str]) 
     adapters = []
     for task, model in zip(recipe.tasks, recipe.models, strict=True):
         assert model.lora is not None
-        if ModelReference(model=model.model) != recipe.base:
+        if identity_of(ModelReference(model=model.model)) != identity_of(recipe.base):
             raise UserError(f"model {model} adapts {model.model}, not {recipe.base}; {FUSE}")
         check_adapter_place(model.lora.path)
         path = ModelReference(model=model.lora).local_path(options.transformers_cache)
@@ -110,7 +110,7 @@ def _adapter_inputs(document: Document, options: Options, names: Sequence[str]) 
     recipe = recipe.over(base)
     settings = recipe.settings
     left_out = {
-        name: "excluded by the recipe" if settings.excludes(name) else "no adapter targets it"
+        name: EXCLUDED if settings.excludes(name) else "no adapter targets it"
         for name in base.tensors
         if name not in every or settings.excludes(name)
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -66,7 +67,7 @@ class MergedTensors:
                 lack most of the base.
         """
         note_untested()
-        base, exclude = self.recipe.base, self.recipe.settings.exclude
+        base = self.recipe.base
         tensors = self.checkpoints[base].tensors
         made = []
         for each in candidates:
@@ -76,7 +77,14 @@ class MergedTensors:
             elif each.weight.optional:
                 self.left_out[name] = "not in the base; not written"
             else:
-                raise UserError(f"tensor `{name}` is not in the base {base}; it cannot be merged")
+                more = (
+                    " (--tensor-intersection leaves it out)"
+                    if os.path.isfile(base.model.path)
+                    else ""
+                )
+                raise UserError(
+                    f"tensor `{name}` is not in the base {base}; it cannot be merged{more}"
+                )
 
         def place(item: Item) -> tuple[str, int]:
             name = item.base.name if item.base else None
@@ -85,8 +93,6 @@ class MergedTensors:
         self.items = sorted(made, key=place)
         if self.recipe.bases is None:
             self._check_missing()
-        if exclude and "excluded by the recipe" not in self.left_out.values():
-            LOG.warning("`exclude: %s` matches no tensor of this merge", exclude)
 
     def _check_missing(self) -> None:
         """Warn of tensors that a model lacks. Raise UserError if they are most of the base."""

@@ -75,16 +75,17 @@ def merge_to_adapter(
         if settings.method == "basis_ties" and engine.memory is not None:
             check_tables(bases, engine.memory)
         basis: Combination = build_basis(tasks, engine)
+        merged_items = tasks.items
     else:
         with planned(document, options, engine.memory) as plan:
             tasks = tasks_for_store(document, plan)
             _check_memory(tasks.items, engine.memory)
-            basis = plan.build()
-            every = zip(tasks.items, plan.tasks.items, strict=True)  # names seed rand_proj
-            tasks.items = [replace(one, counted_as=other.counted_as) for one, other in every]
+            basis, merged_items = plan.build(), plan.tasks.items
 
-    items, known = changes_of(basis, tasks.items, engine), dict[str, Factors]()
-    items = [replace(item, counted_as=item.name) for item in items]
+    # The recipe's patterns are of mergekit's names, the adapter has those of the base's files.
+    pairs = zip(changes_of(basis, merged_items, engine), tasks.items, strict=True)
+    items = [replace(item, name=to.name, counted_as=to.name) for item, to in pairs]
+    known = dict[str, Factors]()
     if not any(size):
         known |= {item.name: merged_factors(basis, item, tasks.adapters) for item in tasks.items}
         merged = replace(tasks.adapters[0], factors=known)

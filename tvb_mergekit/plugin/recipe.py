@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,8 +35,9 @@ from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.matrices import settings_over
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item
-from tvb_mergekit.tensors.taskset import TaskSet
+from tvb_mergekit.tensors.taskset import EXCLUDED, TaskSet
 
+LOG = logging.getLogger(__name__)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -105,6 +107,9 @@ class Recipe:
         dtype: str | None,
     ) -> TaskSet:
         """The task vectors with these tensors; see `TaskSet`."""
+        exclude = self.settings.exclude
+        if exclude and EXCLUDED not in left_out.values():
+            LOG.warning("`exclude: %s` matches no tensor of this merge", exclude)
         built, norms, missed = list[float](), list[float](), list[float]()
         if self.bases is not None and self.bases.keeps_tasks:
             built = (self.bases.weights / self.bases.scales)[list(self.order)].tolist()
@@ -209,14 +214,14 @@ def _sections(part: Any, where: str = "") -> Iterator[_Section]:
 def _models(sections: Sequence[_Section], base: ModelReference) -> tuple[ModelReference, ...]:
     """The fine-tuned models in the recipe's order; every list must name each of them once."""
     lists: dict[str, dict[object, ModelReference]] = {}
-    its_own = _identity(base)
+    its_own = identity_of(base)
     for section in sections:
         model, where = section.model, section.where.rstrip(".")
         if model is None:
             continue
         its_list = where.rpartition("[")[0]
         listed = lists.setdefault(its_list, {})
-        identity = _identity(model)
+        identity = identity_of(model)
         if identity in listed:
             raise UserError(f"`{where}` lists {model} twice (as {listed[identity]}): list it once")
         if identity == its_own and not its_list.endswith("sources"):
@@ -238,7 +243,8 @@ def _models(sections: Sequence[_Section], base: ModelReference) -> tuple[ModelRe
     return first
 
 
-def _identity(model: ModelReference) -> object:
+def identity_of(model: ModelReference) -> object:
+    """A value that is equal for two names of the same folders."""
     parts = [(part.path, part.revision) for part in (model.model, model.lora) if part is not None]
     return tuple((os.path.realpath(p) if os.path.exists(p) else p, of) for p, of in parts)
 

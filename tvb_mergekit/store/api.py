@@ -194,6 +194,8 @@ def add(
         if settings:
             raise UserError(f"`{next(iter(settings))}`: the bases are built; leave it out")
         settings = {"exclude": found.settings.exclude} if found.settings.exclude else {}
+    elif "num_bases" in settings:
+        raise UserError("`num_bases`: new bases begin with one task; leave it out")
     elif compress is not None:
         settings.setdefault("basis", compress)
     inputs = _inputs(base, {task: model}, {task: weight}, {**settings, "num_bases": 1})

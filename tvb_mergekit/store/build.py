@@ -45,7 +45,7 @@ from tvb_mergekit.store.vectors import (
     sizes_of,
     write_vectors,
 )
-from tvb_mergekit.store.writer import StoreWriter, lock
+from tvb_mergekit.store.writer import StoreWriter, check_movable, lock
 from tvb_mergekit.tensors import cache, ranks
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.merging import encoded_by, sums_of
@@ -88,6 +88,7 @@ def build_store(
     dtype_name(dtype)
     world, out = ranks.world(), Path(os.path.realpath(out))
     world.first(lambda: check_interrupted(out))
+    check_movable(out)
     form = Form(share=keep)
     if quantize is not None:
         dtype, form = torch.float32, world.share(lambda: form_of(inputs, quantize))

@@ -35,7 +35,7 @@ LEAST = 2  # bits of the codes of task vectors; a sample is better below
 LEAST_SHARE = 1e-6
 PILOT = 256  # blocks from which the bytes of a share are estimated
 WORKING = ("state.json", "sums.safetensors", "journal.jsonl")  # in STORE.partial
-RESERVED = ("recipes", "mean", "basis.json", "basis.safetensors", *WORKING)
+RESERVED = ("recipes", "mean", "basis.json", "basis.safetensors", "tasks.json", *WORKING)
 # Group of tensors -> pattern of their names; the first match counts, otherwise OTHER.
 KINDS_OF_TENSORS = {
     "norms": r"norm|\bln_|\bln\d?\b",
@@ -144,7 +144,7 @@ def slugs(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
     used = {name.lower() for name in taken}
     made = []
     for name in names:
-        short = slug = re.sub(r"[^\w.-]+", "-", name)[:60].lstrip(".") or "task"
+        short = slug = re.sub(r"[^\w.-]+", "-", name)[:60].strip(".") or "task"
         number = 1
         while slug.lower() in used:
             number += 1
@@ -332,7 +332,8 @@ def check_kept(inputs: TaskSet, share: float) -> None:
             )
             raise UserError(
                 f"--lossless needs a base and models in bfloat16, or all in float16; the model of "
-                f"task `{task}` has {found}, the base {base}. Save all in bfloat16, or use --bits 8"
+                f"task `{task}` has {found}, the base {base}. Save all in bfloat16, or build with "
+                "--bits 8"
             )
 
 

@@ -245,7 +245,7 @@ def fetch(path: str | os.PathLike[str], task: str = "") -> Path:
 
 
 def load(path: str | os.PathLike[str], without: str = "", task: str = "") -> Bases:
-    """Open a store. Files of the recorded size are trusted; `check` compares their checksums.
+    """Open a store. Vectors of the recorded size are trusted; `check` compares their checksums.
 
     Args:
         path: a folder, or a name on the Hub: USER/NAME or USER/NAME@REVISION.
@@ -275,7 +275,8 @@ def _load(folder: Path, without: str, task: str) -> Bases:
     names = [name for name in facts.store.folders if name != without]
     needed = [name for name in facts.folders_of(task) if name != without]
     try:
-        check_files(folder, facts.store.within(needed), FACTS, _mending(facts))
+        files = facts.store.within(needed)
+        check_files(folder, files, FACTS, _mending(facts), [TENSORS])  # small, decides all
         tensors = load_file(folder / TENSORS)
         check_shapes(folder / TENSORS, len(facts.tasks), facts.num_bases, tensors)
         if missing := NEEDED - set(tensors):
@@ -298,12 +299,13 @@ def check(path: str | os.PathLike[str]) -> Bases:
     """Open a store as `load`, and compare the checksums of all its files."""
     folder = fetch(path)
     facts = read_store_facts(folder)
-    check_files(folder, facts.store.files, FACTS, _mending(facts), checksums=True)
+    files = facts.store.files
+    check_files(folder, files, FACTS, _mending(facts), files)
     return load(folder)
 
 
 def _mending(facts: StoreFacts) -> str:
-    more = ", or take it out with `tvb remove`" if facts.keeps_tasks else ""
+    more = "; a task's vector can be left out with `tvb remove`" if facts.keeps_tasks else ""
     return f"restore it, or build the store again{more}"
 
 

@@ -80,7 +80,9 @@ class StoreWriter:
         files = {**vectors.files, TENSORS: record_of(self.folder / TENSORS)}
         store = facts.store.but(files=files)
         if store.base_path and store.base_beside is None:
-            store = store.but(base_beside=os.path.relpath(store.base_path, self.store))
+            place, name = os.path.split(store.base_path)
+            base = os.path.join(os.path.realpath(place), name)  # as `self.store`
+            store = store.but(base_beside=os.path.relpath(base, self.store))
         there = (self.store / FACTS).is_file()
         before = read_store_facts(self.store).checksum if there else None
         facts = facts.but(store=store.but(previous=before))
@@ -110,6 +112,7 @@ def changing(path: str | os.PathLike[str], new: bool = False) -> Iterator[StoreW
             cannot be written. The store stays as it was.
     """
     writer = StoreWriter(path)
+    check_movable(writer.store)
     if not new and not writer.store.parent.is_dir():
         read_store_facts(writer.store)  # raises: a lock would make the folder
     if hub.in_cache(writer.store):
@@ -153,6 +156,14 @@ def _are_neighbours(one: StoreFacts, other: StoreFacts) -> bool:
     return one.store.previous == other.checksum or other.store.previous == one.checksum
 
 
+def check_movable(store: Path) -> None:
+    """Raise UserError if the folder of a store cannot be renamed."""
+    if os.path.ismount(store):
+        raise UserError(f"{store} is a mount point, which cannot be renamed: name a folder in it")
+    if Path.cwd().is_relative_to(store):
+        raise UserError(f"{store} is the current folder or holds it, and is renamed: cd out of it")
+
+
 def link(file: Path, target: Path) -> None:
     """Give a file a second name; copy the file if the file system has no hard links."""
     try:
@@ -166,8 +177,11 @@ def lock(path: str | os.PathLike[str]) -> filelock.FileLock:
     check_names(path)
     store = Path(os.path.realpath(path))
     file = store.with_name(f".{store.name}.lock")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.touch()  # filelock waits forever if it cannot make the file
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()  # filelock waits forever if it cannot make the file
+    except OSError as error:
+        raise UserError(f"cannot write next to {store}: {error}") from error
     held = _Lock(file)
     try:
         held.acquire(timeout=0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,8 +37,8 @@ def cache_folder() -> Path | None:
         return None
     if setting:
         return Path(setting).expanduser()
-    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(root).expanduser() / "tvb-mergekit" / "gram"
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(root) / "tvb-mergekit" / "gram" if os.path.isabs(root) else None  # no home
 
 
 def key_of(parts: Mapping[str, object]) -> str:
@@ -97,11 +98,17 @@ class Entry:
     num_parameters: int
 
 
+def _files() -> list[Path]:
+    """The files of the entries; users may keep other weights in the folder."""
+    folder = cache_folder()
+    every = folder.glob("*.safetensors") if folder is not None else ()
+    return [path for path in every if re.fullmatch("[0-9a-f]{64}", path.stem)]
+
+
 def entries() -> list[Entry]:
     """All readable entries, newest first."""
-    folder = cache_folder()
     found = []
-    for path in folder.glob("*.safetensors") if folder is not None else ():
+    for path in _files():
         with suppress(*_UNREADABLE):
             note, _tensors = _read(path)
             stat, names = path.stat(), (note["tasks"], note["models"])
@@ -111,10 +118,7 @@ def entries() -> list[Entry]:
 
 def clear() -> int:
     """Delete every entry and return how many there were."""
-    folder = cache_folder()
-    if folder is None:
-        return 0
-    found = list(folder.glob("*.safetensors"))
+    found = _files()
     for path in found:
         path.unlink(missing_ok=True)
     return len(found)

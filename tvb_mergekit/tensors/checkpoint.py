@@ -23,7 +23,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from tvb_mergekit.errors import UserError, one_line
+from tvb_mergekit.errors import UserError, listed, one_line
 from tvb_mergekit.tensors.source import TensorInfo, Weights, infos_of
 
 # In mergekit's and transformers' order of preference.
@@ -89,13 +89,13 @@ class Checkpoint(Weights):
             names = _index(folder)
         tensors: dict[str, TensorInfo] = {}
         opened: dict[str, object] = {}
-        for shard, listed in names.items():
+        for shard, own in names.items():
             if shard.endswith(".safetensors"):
                 held = _read_safetensors_header(folder, shard)
             else:
                 opened[shard] = mapping = _map_pickle(folder / shard)
                 held = infos_of(mapping.items(), shard)
-            for name in held if listed is None else listed:
+            for name in held if own is None else own:
                 if name not in held:
                     raise UserError(
                         f"{folder}: the index says that `{name}` is in {shard}, which does not "
@@ -344,4 +344,12 @@ def _map_pickle(path: Path) -> dict[str, Tensor]:
         raise UserError(
             f"{path}: holds a {type(loaded).__name__}, expected a dictionary of tensors"
         )
-    return {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
+    found = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
+    if loaded and not found:
+        keys = listed([*map(str, loaded)], 4)
+        raise UserError(f"{path}: holds no tensors but {keys}; save the state dict alone")
+    for name, value in found.items():
+        if not isinstance(name, str) or value.is_meta or value.layout != torch.strided:
+            kind = "meta" if value.is_meta else str(value.layout).removeprefix("torch.")
+            raise UserError(f"{path}: `{name}` is {kind}: expected a name and a dense tensor")
+    return found

@@ -33,7 +33,7 @@ LOG = logging.getLogger(__name__)
 TRANSPOSED = dict.fromkeys(
     ("gpt2", "openai-gpt", "imagegpt", "decision_transformer"), r"\bc_(attn|proj|fc)\.|\bq_attn\."
 ) | dict.fromkeys(
-    ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "qwen3_vl_moe"),
+    "gpt_oss openai_privacy_filter llama4 llama4_text aria aria_text qwen3_vl_moe".split(),
     r"experts\.(gate_up|down)_proj$",
 )
 FAR = 3  # a merge this many times as long as its bases together gets a warning

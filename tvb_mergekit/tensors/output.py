@@ -72,6 +72,8 @@ def _refuse_existing(out: Path, names: Iterable[str]) -> None:
 
 def check_new_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
     """Check an output folder that one rename will create: it must be missing or empty."""
+    if all(Path(out, name).is_file() for name in REPORT):
+        raise UserError(f"{out} is a store or a report already; name another folder")
     check_output_folder(out, inputs)
     if os.path.isdir(out) and (found := sorted(os.listdir(out))):
         raise UserError(f"the folder {out} already holds {listed(found, 4)}; name another folder")

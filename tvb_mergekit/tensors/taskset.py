@@ -19,6 +19,7 @@ from tvb_mergekit.tensors.stream import Item, Part
 
 QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
 ALIKE = "give models that were fine-tuned from this base, with their tensors named alike"
+EXCLUDED = "excluded by the recipe"
 NO_WEIGHTS = StateDict({})
 
 
@@ -152,7 +153,7 @@ def why_left_out(
         UserError: A model stores quantized codes, or a shape differs from the base's.
     """
     if settings.excludes(name):
-        return "excluded by the recipe"
+        return EXCLUDED
     parts = [("the base", base), *((f"task {t}", p) for t, p in zip(tasks, models, strict=True))]
     for who, part in parts:
         if part is not None and part.dtype in QUANTIZED:
