@@ -235,7 +235,6 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
     from tvb_mergekit.plugin.document import from_mapping
     from tvb_mergekit.store.add import add_to_store
     from tvb_mergekit.store.addition import Growth
-    from tvb_mergekit.store.build import build_store
     from tvb_mergekit.store.recipes import with_paths
 
     engine, quantize = engine_of(values), _quantize(values["bits"], None)
@@ -249,7 +248,7 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
                 f"{store}: no such store; a new one needs --base BASE, and --bits B or --budget M"
             )
         basis = {"basis": compress} if compress else {}
-        parameters: Any = {"basis": "none"} if quantize else {"num_bases": 1, **basis}
+        parameters: Any = {"num_bases": 1, **basis}
         names = list[str]()
     else:
         base, parameters, names = _standing(store, base, dtype, budget)
@@ -260,10 +259,7 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
     own = dtype_of(dtype) or inputs.own_dtype
     doubt = logging.warning if values["force"] else _refuse
     growth = Growth(budget, compress, own, quantize, doubt, click.echo)
-    if new and quantize:
-        grown = build_store(inputs, store, engine, quantize=quantize, warn=doubt)
-    else:
-        grown = add_to_store(store, inputs, growth, engine)
+    grown = add_to_store(store, inputs, growth, engine)
     if grown.keeps_tasks:
         error = grown.facts.relative_error[task]
         click.echo(f"{store_line(grown)}; relative error of {task} {error:.3f}")

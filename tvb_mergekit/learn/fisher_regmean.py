@@ -102,7 +102,7 @@ class StatisticsMethod(Work):
             raise UserError(f"--from {source}: not an --out of `tvb learn` ({file})") from error
         if found.method != self.method:
             raise UserError(f"--from {source}: learned by {found.method}, not by {self.method}")
-        check_files(self.place, found.files, LEARNED, "restore it, or learn again", found.files)
+        check_files(self.place, found.files, LEARNED, "restore it, or learn again", checksums=True)
         for task, file in zip(self.tasks, self.outputs, strict=True):
             if not (facts := facts_in(file, kept.STATISTICS)):
                 raise UserError(f"--from {source}: no statistics of {task} ({file})")

@@ -16,6 +16,7 @@ from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.settings import VARYING_KEYS
 from tvb_mergekit.store import addition
 from tvb_mergekit.store.addition import Growth
+from tvb_mergekit.store.build import build_store
 from tvb_mergekit.store.facts import Compression, FileRecord, StoreFacts, StoreRecord
 from tvb_mergekit.store.recipes import times
 from tvb_mergekit.store.report import LOSSES
@@ -40,6 +41,10 @@ def add_to_store(
         UserError: another base, tensors that differ from the store's, a task name that is there,
             a budget that does not fit, no room, a doubt. The store stays as it was.
     """
+    if growth.bits and not is_store(path):
+        keeping = inputs.settings.model_copy(update={"basis": "none", "num_bases": None})
+        new = replace(inputs, settings=keeping)
+        return build_store(new, path, engine, quantize=growth.bits, warn=growth.doubt)
     with changing(path, new=True) as writer:
         if is_store(writer.store):
             bases = load(writer.store)

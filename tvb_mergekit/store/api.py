@@ -204,11 +204,6 @@ def add(
     growth = Growth(budget, compress, dtype, quantize, told.append)
     if where is None:
         grown = add_in_memory(found, inputs, growth, engine)
-    elif found is None and quantize:
-        weights = {task: weight}
-        return build(
-            base, {task: model}, where, weights=weights, bits=bits, device=device, **settings
-        )
     else:
         grown = add_to_store(where, inputs, growth, engine)
     for line in told:

@@ -8,7 +8,7 @@ edit because no result depends on them. `docs/files.md` explains each key.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -253,7 +253,7 @@ def check_files(
     files: Mapping[str, FileRecord],
     named_in: str,
     remedy: str,
-    checksums: Iterable[str] = (),
+    checksums: bool = False,
 ) -> None:
     """Raise UserError if a recorded file is missing, or of another size or checksum.
 
@@ -261,7 +261,7 @@ def check_files(
         files: the records of the files.
         named_in: the file with the records, for messages.
         remedy: what to do, for messages.
-        checksums: the files whose checksums are compared.
+        checksums: compare them, too.
     """
     for name, record in files.items():
         path = folder / name
@@ -272,8 +272,8 @@ def check_files(
                 f"{path}: {size:,} bytes, {named_in} says {record.bytes:,}: the file was changed; "
                 f"{remedy}"
             )
-    for name in checksums:
-        if record_of(folder / name).xxh3_128 != files[name].xxh3_128:
+    for name, record in files.items() if checksums else ():
+        if record_of(folder / name).xxh3_128 != record.xxh3_128:
             raise UserError(
                 f"{folder / name}: its checksum is not the one in {named_in}: the file was "
                 f"changed; {remedy}"

@@ -253,21 +253,23 @@ def load(path: str | os.PathLike[str], without: str = "", task: str = "") -> Bas
         task: the only task that is needed. Other task vectors are not there, and not read.
 
     Raises:
-        UserError: no store, a newer format, a file that is missing or of another size, or a
-            damaged header.
+        UserError: no store, a newer format, or a file that is missing or damaged.
     """
     folder = fetch(path, task)
     for wait in (0.1, 0.5):
-        number = folder.stat().st_ino if folder.exists() else None
+        opened = _inode(folder)
         try:
             return _load(folder, without, task)
         except UserError:
-            if folder.exists() and folder.stat().st_ino == number:
-                raise
-            if not any(next_to(folder, kind).is_dir() for kind in ("new", "previous")):
+            changing = any(next_to(folder, kind).is_dir() for kind in ("new", "previous"))
+            if not changing or opened == _inode(folder) is not None:
                 raise
         time.sleep(wait)  # a change was between its renames
     return _load(folder, without, task)
+
+
+def _inode(folder: Path) -> int | None:
+    return folder.stat().st_ino if folder.exists() else None
 
 
 def _load(folder: Path, without: str, task: str) -> Bases:
@@ -275,8 +277,7 @@ def _load(folder: Path, without: str, task: str) -> Bases:
     names = [name for name in facts.store.folders if name != without]
     needed = [name for name in facts.folders_of(task) if name != without]
     try:
-        files = facts.store.within(needed)
-        check_files(folder, files, FACTS, _mending(facts), [TENSORS])  # small, decides all
+        _check_files(folder, facts, needed, checksums=False)
         tensors = load_file(folder / TENSORS)
         check_shapes(folder / TENSORS, len(facts.tasks), facts.num_bases, tensors)
         if missing := NEEDED - set(tensors):
@@ -297,16 +298,17 @@ def _load(folder: Path, without: str, task: str) -> Bases:
 
 def check(path: str | os.PathLike[str]) -> Bases:
     """Open a store as `load`, and compare the checksums of all its files."""
-    folder = fetch(path)
-    facts = read_store_facts(folder)
-    files = facts.store.files
-    check_files(folder, files, FACTS, _mending(facts), files)
+    facts = read_store_facts(folder := fetch(path))
+    _check_files(folder, facts, facts.store.folders, checksums=True)
     return load(folder)
 
 
-def _mending(facts: StoreFacts) -> str:
-    more = "; a task's vector can be left out with `tvb remove`" if facts.keeps_tasks else ""
-    return f"restore it, or build the store again{more}"
+def _check_files(folder: Path, facts: StoreFacts, names: Sequence[str], checksums: bool) -> None:
+    files, mend = facts.store.within(names), "restore it, or build the store again"
+    # The numbers are few, and everything is computed from them.
+    check_files(folder, {TENSORS: files.pop(TENSORS)}, FACTS, mend, checksums=True)
+    more = ", or take it out with `tvb remove`" if facts.keeps_tasks else ""
+    check_files(folder, files, FACTS, mend + more, checksums)
 
 
 def base_of(facts: StoreFacts, folder: Path | None) -> str:
@@ -320,7 +322,7 @@ def base_of(facts: StoreFacts, folder: Path | None) -> str:
         places.append(os.path.normpath(os.path.join(os.path.realpath(folder), store.base_beside)))
     if store.base_path:
         places.append(store.base_path)
-    there = [place for place in dict.fromkeys(places) if os.path.exists(place)]
+    there = list(filter(os.path.exists, dict.fromkeys(places)))
     for place in there if len(there) > 1 else ():
         with suppress(UserError):  # no model
             if Checkpoint.open(place).fingerprint() == store.base_fingerprint:
