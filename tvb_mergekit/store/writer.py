@@ -53,14 +53,17 @@ class StoreWriter:
                 how = f"an undo was interrupted; complete it: mv {self.folder} {before}"
             raise UserError(f"{self.folder} is in the way: {how}")
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._begun = True
         self.folder.mkdir(parents=True)
         (self.folder / MARK).touch()
-        self._begun = True
 
     def discard(self) -> None:
         """Delete the folder of a change that was begun here and not published."""
         if self._begun and (self.folder / MARK).is_file():
             shutil.rmtree(self.folder, ignore_errors=True)
+        elif self._begun:
+            with suppress(OSError):
+                self.folder.rmdir()  # without its mark, which could not be made
 
     def keep(self, bases: Bases, without: str = "") -> dict[str, FileRecord]:
         """Link the present vectors, except one, into the next state; returns their records."""
