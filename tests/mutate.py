@@ -338,6 +338,15 @@ def fails(copy: Path, tests: str, path: Path, old: str, new: str) -> bool:
 
 def run(copy: Path, words: list[str]) -> NoReturn:
     """Run pytest on the copy of the package, in a forked process, and end the process."""
+    code = 3  # of an error in here
+    try:
+        code = int(_pytest(copy, words))
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _pytest(copy: Path, words: list[str]) -> int:
     log = os.open(copy / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -349,9 +358,7 @@ def run(copy: Path, words: list[str]) -> NoReturn:
         "mutated", phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
     )
     hypothesis.settings.load_profile("mutated")
-    code = int(pytest.main(words))
-    sys.stdout.flush()
-    os._exit(code)
+    return pytest.main(words)
 
 
 if __name__ == "__main__":

@@ -368,6 +368,8 @@ def test_mistakes(models, stores, tmp_path, case):
 def test_options_of_adapters_need_lora(stores, tmp_path):
     said = refused("export", stores["dense"], tmp_path / "out", "--task", "math", "--rank", 2)
     assert "--rank is for adapters: add --lora" in said
+    words = ("--lora", "--all", tmp_path / "out", "--rank", 2, "--sums")
+    assert "the store keeps all tasks" in refused("export", stores["codes"], *words)
 
 
 # Merges as adapters

@@ -21,6 +21,7 @@ from torch import Tensor
 import tvb_mergekit
 from tvb_mergekit.cli.commands import main
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.refusals import MergeRefused, refusing
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.output import StagedFolder
 
@@ -205,3 +206,10 @@ def test_a_shard_in_a_folder_is_read_from_there(tmp_path: Path) -> None:
     (base / f"{weights.name}.index.json").write_text(json.dumps({"weight_map": places}))
     opened = Checkpoint.open(base)
     assert all(opened.tensor(name).equal(value) for name, value in wanted.items())
+
+
+def test_memory_that_torch_cannot_get_is_a_line() -> None:
+    with pytest.raises(MergeRefused, match=r"allocate memory.*; use fewer bases"), refusing():
+        torch.empty(10**15)
+    with pytest.raises(RuntimeError, match=r"^mine$"), refusing():
+        raise RuntimeError("mine")

@@ -354,10 +354,11 @@ OF_FILES = {
     ),
     "bin code": Case(setup=payload, wants=("b/pytorch_model.bin", "running code", "safetensors")),
     "bin of more": Case(
-        setup=pickled({"model": {}, "step": 3}), wants=("no tensors but model and step", "alone")
+        setup=pickled({"model": {}, "step": 3}), wants=("no tensors but model, step", "alone")
     ),
     "bin of meta": Case(
-        setup=pickled({NORM: torch.ones(3, device="meta")}), wants=(f"`{NORM}` is meta", "dense")
+        setup=pickled({NORM: torch.ones(3, device="meta")}),
+        wants=(f"`{NORM}` is without data", "dense"),
     ),
     "no config": Case(setup=removed("b/config.json"), wants=("./b", "no config.json", WEIGHTS)),
     "unknown module": Case(

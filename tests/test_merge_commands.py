@@ -116,6 +116,7 @@ def test_tensors_that_not_all_files_have(tmp_path: Path) -> None:
         document, tmp_path / "no", "--tensor-union", command="mergekit-pytorch", fails=True
     )
     assert "Error: tensor `z` is not in the base" in told.output
+    assert "(--tensor-intersection leaves it out)" in told.output
     assert "tensor-union" not in merged(fails=True).output
 
 

@@ -30,6 +30,7 @@ from tvb_mergekit.cli.commands import main
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store import facts, store
 from tvb_mergekit.store.recipes import ALL_TASKS
+from tvb_mergekit.store.writer import lock
 
 TASKS = ("a", "b", "c", "d", "e", "f")
 BASIS = "basis-001/model.safetensors"
@@ -289,10 +290,12 @@ def test_undo_swaps_a_store_and_its_previous_state(
     assert "5 tasks in 3 bases" in tvb("undo", "grown").stdout
     assert contents(here / "grown") == second
     tvb("check", "grown")
+    with pytest.raises(UserError, match="cannot write next to"):
+        lock(here / "base/config.json/store")
     for words in (["undo", "base"], ["undo", "nothing"]):
         assert refused(*words)
     monkeypatch.chdir(here / "grown")
-    assert "is the current folder or holds it" in refused("add", ".", "../e", "--task", "f")
+    assert "the current folder lies in" in refused("add", ".", "../e", "--task", "f")
     monkeypatch.chdir(here)
     monkeypatch.setattr(os.path, "ismount", lambda place: Path(place) == here / "grown")
     assert "is a mount point" in refused("undo", "grown")

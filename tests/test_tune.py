@@ -464,13 +464,14 @@ def test_folders_tasks_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path, sum_ = written(tmp_path, quick()), QUICK / "models" / "sum"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("")
-    out = tmp_path / "out"
+    out, gone = tmp_path / "out", {"models": [{"model": "./nowhere"}]}
     for paths, said in (
         ((path, tmp_path / "mine"), "holds other files (notes.txt)"),
         ((path, path), "is a file; name a folder"),
         ((path, out, "--write", sum_), "is the input"),
         ((written(tmp_path / "ties", quick("ties")), out, "--write", sum_), "is the input"),
         ((path, sum_ / "out"), "lies in the input"),
+        ((written(tmp_path / "no", quick("ties") | gone), out), "model ./nowhere: no such folder"),
         ((path, out, "--write", tmp_path), "lies there; name another"),
         ((sum_, out), "a folder, but not a store"),
     ):

@@ -38,6 +38,14 @@ def next_to(store: str | os.PathLike[str], kind: str) -> Path:
     return place.with_name(f"{place.name}.{kind}")
 
 
+def inode(folder: Path) -> int | None:
+    """The number of a folder in its file system, which a rename keeps; None if it is not there."""
+    try:
+        return folder.stat().st_ino
+    except OSError:
+        return None
+
+
 def check_interrupted(store: str | os.PathLike[str]) -> None:
     """Raise UserError if a change of a store was interrupted between its two renames."""
     new = next_to(store, "new")

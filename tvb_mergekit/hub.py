@@ -43,8 +43,9 @@ def local(path: str | os.PathLike[str], patterns: Sequence[str], but: Sequence[s
     text = os.fspath(path)
     if os.path.exists(text) or (found := parsed(text)) is None:
         return text
-    if any(next_to(text, kind).is_dir() for kind in ("new", "previous", "partial")):
-        return text  # a store that is being changed, or was interrupted
+    new, previous, begun = (next_to(text, kind) for kind in ("new", "previous", "partial"))
+    if (new.is_dir() and previous.is_dir()) or begun.is_dir():
+        return text  # a store that is being changed or built, or was interrupted
     from huggingface_hub import snapshot_download
 
     try:

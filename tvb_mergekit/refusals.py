@@ -19,7 +19,7 @@ from tvb_mergekit.errors import UserError, one_line, remedy
 from tvb_mergekit.progress import closing_bars
 
 LOG = logging.getLogger(__name__)
-SMALLER = "use fewer bases, a smaller --memory or TVB_MERGEKIT_BLOCK_MB, or another device"
+SMALLER = "use fewer bases, smaller batches or TVB_MERGEKIT_BLOCK_MB, or another device"
 
 
 class MergeRefused(click.ClickException, RuntimeError):

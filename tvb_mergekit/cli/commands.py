@@ -75,7 +75,7 @@ def list_entries() -> None:
 
     folder = cache.cache_folder()
     if folder is None:
-        click.echo(f"The cache is off ({cache.VARIABLE}).")
+        click.echo(f"The cache is off ({cache.VARIABLE}, or no home folder).")
         return
     found = cache.entries()
     for entry in found:

@@ -209,8 +209,11 @@ def route(data: tuple[str, ...], out: str, base: str | None, **values: Any) -> N
     if folder is None or os.path.lexists(out):
         why = f"--out {out}: already there" if folder else "the base is a weight file, no folder"
         raise UserError(f"{why}; name another")
-    if not os.access(parent := Path(out).absolute().parent, os.W_OK):
-        raise UserError(f"--out {out}: {parent} is no folder to write in; make it first")
+    parent = Path(out).absolute().parent
+    if not parent.is_dir():
+        raise UserError(f"--out {out}: no such folder {parent}; make it first")
+    if not os.access(parent, os.W_OK):
+        raise UserError(f"--out {out}: {parent} is not writable; name another place")
     from tvb_mergekit.learn.centroids import learn_centroids
     from tvb_mergekit.tensors.output import check_outside
 

@@ -34,7 +34,7 @@ from tvb_mergekit.store.writer import link
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.merging import most_bases
-from tvb_mergekit.tensors.output import check_disk, folder_bytes
+from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.passes import LEAST
 from tvb_mergekit.tensors.stream import Item, Sink
 
@@ -266,10 +266,13 @@ class Work(ABC):
                 f"{megabytes(request.memory)} of memory are too little for {self.method}, which "
                 f"needs {megabytes(costs.memory)} without activations; raise --memory"
             )
-        self.finished()
-        held = folder_bytes(request.partial)  # by --resume there already, else deleted
-        check_disk(request.partial, costs.disk - held)
-        check_disk(request.out, self.plan.output_bytes)  # perhaps a mount point
+        left = [file for file in self.finished() if file.parent == request.partial]
+        needed = costs.disk - sum(file.stat().st_size for file in left)  # used again, or deleted
+        if os.path.ismount(request.out):  # OUT.partial is on another disk
+            check_disk(request.out, self.plan.output_bytes)
+            check_disk(request.partial, needed - self.plan.output_bytes)
+        else:
+            check_disk(request.out, needed)
         return costs
 
     def finished(self) -> list[Path]:

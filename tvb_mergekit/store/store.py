@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tvb_mergekit import hub
-from tvb_mergekit.atomic import check_interrupted, next_to
+from tvb_mergekit.atomic import check_interrupted, inode, next_to
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import GLOBAL_KEYS, MERGING_KEYS, Settings, hint, resolve_settings
 from tvb_mergekit.store.facts import (
@@ -257,19 +257,15 @@ def load(path: str | os.PathLike[str], without: str = "", task: str = "") -> Bas
     """
     folder = fetch(path, task)
     for wait in (0.1, 0.5):
-        opened = _inode(folder)
+        opened = inode(folder)
         try:
             return _load(folder, without, task)
-        except UserError:
+        except (UserError, FileNotFoundError):
             changing = any(next_to(folder, kind).is_dir() for kind in ("new", "previous"))
-            if not changing or opened == _inode(folder) is not None:
+            if not changing or opened == inode(folder) is not None:
                 raise
         time.sleep(wait)  # a change was between its renames
     return _load(folder, without, task)
-
-
-def _inode(folder: Path) -> int | None:
-    return folder.stat().st_ino if folder.exists() else None
 
 
 def _load(folder: Path, without: str, task: str) -> Bases:
@@ -305,9 +301,10 @@ def check(path: str | os.PathLike[str]) -> Bases:
 
 def _check_files(folder: Path, facts: StoreFacts, names: Sequence[str], checksums: bool) -> None:
     files, mend = facts.store.within(names), "restore it, or build the store again"
-    # The numbers are few, and everything is computed from them.
-    check_files(folder, {TENSORS: files.pop(TENSORS)}, FACTS, mend, checksums=True)
     more = ", or take it out with `tvb remove`" if facts.keeps_tasks else ""
+    # The numbers are few, and everything is computed from them.
+    numbers = {name: of for name, of in files.items() if name == TENSORS}
+    check_files(folder, numbers, FACTS, mend, checksums=True)
     check_files(folder, files, FACTS, mend + more, checksums)
 
 

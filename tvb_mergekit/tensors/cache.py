@@ -37,7 +37,7 @@ def cache_folder() -> Path | None:
         return None
     if setting:
         return Path(setting).expanduser()
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    root = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     return Path(root) / "tvb-mergekit" / "gram" if os.path.isabs(root) else None  # no home
 
 

@@ -349,7 +349,9 @@ def _map_pickle(path: Path) -> dict[str, Tensor]:
         keys = listed([*map(str, loaded)], 4)
         raise UserError(f"{path}: holds no tensors but {keys}; save the state dict alone")
     for name, value in found.items():
-        if not isinstance(name, str) or value.is_meta or value.layout != torch.strided:
-            kind = "meta" if value.is_meta else str(value.layout).removeprefix("torch.")
-            raise UserError(f"{path}: `{name}` is {kind}: expected a name and a dense tensor")
+        if not isinstance(name, str):
+            raise UserError(f"{path}: a tensor is named {name!r}: expected a text")
+        if value.is_meta or value.layout != torch.strided:
+            kind = "without data" if value.is_meta else str(value.layout).removeprefix("torch.")
+            raise UserError(f"{path}: tensor `{name}` is {kind}: expected a dense tensor")
     return found

@@ -94,6 +94,7 @@ def tune(request: TuneRequest) -> Tuned:
     for mistake in _mistakes(request, recipe, points):
         raise UserError(mistake)
     recipe.check(points)
+    size = recipe.output_bytes()  # finds models that are missing
     inputs = recipe.inputs()
     for path in inputs:
         if request.out.resolve().is_relative_to(Path(path).resolve()):
@@ -103,7 +104,6 @@ def tune(request: TuneRequest) -> Tuned:
         check_output_folder(request.write, inputs)
     share = recipe.share if request.subsample else 1.0
     choice = ItemChoice(request.limit, share, request.test_share, request.seed)
-    size = recipe.output_bytes()
     check_memory(size, request.device)
     held = folder_bytes(request.out / WORK)  # of a killed run, deleted before the first point
     check_disk(request.out, (DISK if recipe.linear else 1) * size - held)
