@@ -125,9 +125,9 @@ def evaluate(
     The computation is in float32 on every device: bfloat16 would round adapters away.
 
     A token is right if it is the most probable one after the expected tokens before it. The end of
-    a response is right if the answer ends there or begins a new line. One pass decides whether
-    greedy decoding gives a response: a share of 1 means that it does, since decoded and expected
-    tokens are equal up to the first difference.
+    a response is right if the answer ends there or begins a new line. A share of 1 means that
+    greedy decoding gives these tokens, in one pass: decoded and expected tokens are equal up to the
+    first difference. A smaller share may still give the same text, cut into other tokens.
     """
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].ids))
     shares, total, count = [0.0] * len(examples), 0.0, 0

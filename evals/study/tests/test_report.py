@@ -16,7 +16,10 @@ import numpy as np
 import pytest
 import real.sheets
 import study.pictures
+import study.sheets
 from study.report import write_study
+
+from tvb_mergekit.score.pairs import difference
 
 MINI = Path(mini.sheets.__file__).parent
 TA = {"kind": "addition"}
@@ -27,6 +30,26 @@ Record = dict[str, Any]
 def records() -> list[Record]:
     every = json.loads((MINI / "results" / "mini.json").read_text())["cells"]
     return [record for record in every if record["method"] == "full"]
+
+
+def test_a_specialist_without_a_right_answer_shifts_no_tasks() -> None:
+    """In one seed: its differences count as 0 there, and other tasks keep their items."""
+    draw, runs = random.Random(0), SimpleNamespace(tasks=("a", "b"))
+    right = [[{t: draw.choices((0, 1), k=k) for t, k in (("a", 50), ("b", 76))} for _ in range(2)]
+             for _ in range(2)]  # fmt: skip
+    merges = [
+        [{"train_seed": seed, "cell": {"kind": "x"}, "result": {"items": items}}
+         for seed, items in enumerate(each)] for each in right
+    ]  # fmt: skip
+    own = [{"a": 0.5, "b": 0.5}, {"a": 0.0, "b": 0.5}]
+    runs.reference = [{"specialists": each} for each in own]
+    found = study.sheets.p_value(runs, *merges)
+    differences = [
+        np.mean([(np.array(x[t]) - np.array(y[t])) * (own[seed][t] > 0)
+                 for seed, (x, y) in enumerate(zip(*right, strict=True))], axis=0)
+        for t in runs.tasks
+    ]  # fmt: skip
+    assert found is not None and found.mean == difference(differences).p
 
 
 def runs_of(records: list[Record]) -> Any:
