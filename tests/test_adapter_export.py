@@ -22,6 +22,7 @@ from test_lora import model_of
 from tiny import TASKS, family, gpt2, llama, load
 from torch import Tensor
 
+from tvb_mergekit.cli.plot import plot_errors
 from tvb_mergekit.core import lora
 from tvb_mergekit.store.lora import REPORT
 from tvb_mergekit.store.lora import TASKS as SCALES
@@ -334,6 +335,17 @@ def test_conv1d_under_both_kinds_of_names(tmp_path):
     assert (tmp_path / "one" / WEIGHTS).read_bytes() == (tmp_path / "two" / WEIGHTS).read_bytes()
 
 
+def test_embeddings_of_t5_and_bart_are_left_out(tmp_path):
+    base, [model] = family(tmp_path, tasks=["math"], tokenizer=False)
+    names = ("model.shared.weight", "block.0.SelfAttention.relative_attention_bias.weight")
+    for folder, value in ((base, 0.0), (model, 1.0)):
+        more = {name: torch.full((32, 4), value) for name in names}
+        save_file(load(folder) | more, folder / "model.safetensors", {"format": "pt"})
+    tvb("export", "--model", model, "--base", base, tmp_path / "out", "--lora", "--rank", 2)
+    said = json.loads((tmp_path / "out" / REPORT).read_text())["tensors"]
+    assert [said[name]["reason"] for name in names] == ["embeddings"] * 2
+
+
 WRONG: dict[str, tuple[list[str], str]] = {
     "no size": (["OUT", "--task", "math"], "one of --rank R, --energy SHARE and --size SIZE"),
     "two sizes": (["OUT", "--task", "math", "--rank", "2", "--size", "1MB"], "one of --rank R"),
@@ -469,6 +481,7 @@ def test_mistakes_in_merges_to_adapters(models, world, tmp_path):
         (two, (*words, "--rank", 2, "--memory", "16.78MB"), "of the merge takes"),
         (parts | {"modules": {"default": module}}, words, "`parameters` of `modules`"),
         (parts | {"modules": {"default": {"slices": sliced}}}, words, "`slices`: an adapter has"),
+        (two, (*words, "--rank", 2, "--no-copy-tokenizer"), "--copy-tokenizer is for models"),
         (two, (*words, "--rank", 2, "--size", "1MB"), "--lora goes with one of --rank R"),
         (made.recipe("basis_ties"), words, "no exact factors (basis_ties trims single entries)"),
         (made.recipe(**{"lambda": [0.1, 0.1, 0.9]}), words, "no layer gradient; merge the"),
@@ -491,6 +504,8 @@ def test_errors_over_rank(models, stores, tmp_path):
     picture = tmp_path / "ranks.svg"
     done = tvb("inspect", stores["lossless"], "--lora", "--json", "--plot", picture, "--quiet")
     said = json.loads(done.stdout)
+    plot_errors(said["errors"], tmp_path / "ranks.html")
+    assert "width: 100%;" in (tmp_path / "ranks.html").read_text()
     assert said["ranks"][:2] == [4, 8] and picture.read_text().count("<svg") == 1
     for task in TASKS[:3]:
         tau = tau_of(models["base"], models[task])

@@ -190,6 +190,7 @@ def pushed(
     how: dict[str, Any] = {"dtypes": (torch.bfloat16,), "scale": 0.01, "max_shard_size": "30KB"}
     base, models = family(folder, tasks=TASKS[:2], **how)
     others = dict.fromkeys((*UNREAD, OTHER_COPY), b"not read")
+    others["chat_template.jinja"] = b"{{ messages }}"
     hub.commit("org/base", contents(base) | others)
     bases: dict[str, dict[str, Any]] = {"store": {"basis": "none"}}
     bases["bases"] = {"basis": "pca", "num_bases": 1}
@@ -253,6 +254,8 @@ def test_commands_read_the_hub_and_only_what_they_need(
     tvb("export", store, tmp_path / "math", "--task", "math")
     files = {name for name in contents(pushed["base"]) if name.startswith("model")}
     assert {"config.json", *files} <= set(hub.sent)
+    tvb("export", "me/bases", tmp_path / "basis", "--basis", 0)
+    assert (tmp_path / "basis" / "chat_template.jinja").is_file()
     assert "T = 2 task vectors" in tvb("inspect", store).output
     words = ("--model", pushed["math"], "--base", "org/base", "--lora", "--rank", 2)
     tvb("export", tmp_path / "lora", *words)
@@ -310,7 +313,13 @@ def test_a_push_deletes_files_of_removed_tasks_and_no_others(
     hub.commit("me/less", {"LICENSE": b"mine"})
     for words in (["push", store, "me/less"], ["remove", store, "--task", "code"]):
         tvb(*words)
+    mine = (store / ".env", store / ".git" / "config")
+    for file in mine:  # is not uploaded
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("secret")
     tvb("push", store, "me/less")
+    for file in mine:
+        file.unlink()
     files = dict(hub.repositories["me/less"]["main"])
     assert "1 task" in files.pop("README.md").decode() and files.pop("LICENSE") == b"mine"
     assert files == contents(store)

@@ -435,6 +435,20 @@ def test_copies_by_peft(model, live):
     wrapped.unload()
     live.use("math")
     assert_bits(model, want)
+    wrapped = with_rank(model)
+    wrapped.merge_adapter()
+    refused("`unmerge_adapter()` first", lambda: live.use("code"))
+    wrapped.unmerge_adapter()
+    live.use("code")
+
+
+def test_two_stores_of_one_model(model, live, codes):
+    other = attach(model, codes[1])
+    live.use("math")
+    refused("another `attach`", lambda: other.use("code"))
+    live.reset()
+    other.use("code")
+    refused("another `attach`", lambda: live.use("math"))
 
 
 @pytest.mark.parametrize("case", ["base", "task"])

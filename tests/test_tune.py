@@ -452,7 +452,11 @@ def test_the_model_type_tvb(tmp_path: Path) -> None:
     found = answers("tvb", f"pretrained={out}")
     assert found == answers(routed)
     assert found != answers("hf", f"pretrained={out}")
-    says = {f",store={store}": r"`task` is missing; \S+ has copy, sum$", "": "not a basis store"}
+    says = {
+        f",store={store}": r"`task` is missing; \S+ has copy, sum$",
+        ",task=sum": "`task` is of a store",
+        "": "not a basis store",
+    }
     for more, said in says.items():
         with pytest.raises(SystemExit, match=said):
             answers("tvb", f"pretrained={base}{more}")

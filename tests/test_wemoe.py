@@ -15,7 +15,7 @@ from commands import refused, tvb
 from safetensors.torch import load_file, save_file
 from test_learn import TASKS, Case, data_words, facts
 from test_learn_gradients import assert_finite_differences, mean_loss
-from tiny import gpt2, llama, load
+from tiny import gpt2, llama, load, mistral
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -84,7 +84,7 @@ def padded(prompts: Sequence[Sequence[int]], left: bool) -> dict[str, Tensor]:
     return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks)}
 
 
-@pytest.mark.parametrize(("make", "depth"), [(llama, 1), (gpt2, 2)])
+@pytest.mark.parametrize(("make", "depth"), [(llama, 1), (gpt2, 2), (mistral, 1)])
 def test_a_batch_is_what_dense_models_give_one_by_one(make: Any, depth: int) -> None:
     there = made(make, depth)
     model, before = there.model, {n: p.clone() for n, p in there.model.named_parameters()}
@@ -111,6 +111,17 @@ def test_a_batch_is_what_dense_models_give_one_by_one(make: Any, depth: int) -> 
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
     assert torch.equal(plain, model(input_ids=torch.tensor([PROMPTS[0]])).logits)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_states_of_prompts_do_not_depend_on_padding_and_mode() -> None:
+    torch.manual_seed(0)
+    model = gpt2().train()  # with absolute positions and dropout
+    one_by_one = [routing.prompt_states(model, torch.tensor([prompt]), None) for prompt in PROMPTS]
+    for left in (True, False):
+        batch = padded(PROMPTS, left)
+        found = routing.prompt_states(model, batch["input_ids"], batch["attention_mask"])
+        assert torch.allclose(found, torch.cat(one_by_one), atol=1e-5)
+    assert all(module.training for module in model.modules())
 
 
 def test_caches_masks_casts_and_wrappers() -> None:

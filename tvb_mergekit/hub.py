@@ -18,6 +18,7 @@ from tvb_mergekit.errors import UserError, listed, one_line
 
 FACTS = ("basis.json", "basis.safetensors", "basis/basis.*")  # of a store, or in a merged model
 MODEL = ("*.json", "tokenizer.model", "*.safetensors")
+BESIDE = ("*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")  # of an export, next to MODEL
 ELSE = ("*/*", "consolidated*")  # other copies of a model
 
 
@@ -70,17 +71,21 @@ def in_cache(path: Path) -> bool:
 
 
 def push(
-    folder: Path, repository: str, revision: str | None, card: str, private: bool = False
+    folder: Path,
+    names: Sequence[str],
+    repository: str,
+    revision: str | None,
+    card: str,
+    private: bool = False,
 ) -> str:
-    """Upload all files of a folder and a model card in one commit; returns its address.
+    """Upload these files of a folder and a model card in one commit; returns its address.
 
     The repository is made if it does not exist. Files of an earlier store are deleted.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    files = sorted(each for each in folder.rglob("*") if each.is_file())
     content: dict[str, Path | bytes] = {"README.md": card.encode()}
-    content |= {each.relative_to(folder).as_posix(): each for each in files}
+    content |= {name: folder / name for name in sorted(names)}
     operations: list[Any] = [CommitOperationAdd(*each) for each in content.items()]
     api = HfApi(library_name="tvb-mergekit")
     api.create_repo(repository, private=private, exist_ok=True)

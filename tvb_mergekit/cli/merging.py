@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from click import argument, option
+from click.core import ParameterSource
 
 from tvb_mergekit.cli.options import (
     ACCESS,
@@ -116,6 +117,12 @@ def merge(
     from tvb_mergekit.tensors import ranks
 
     if values["lora"]:
+        given = click.get_current_context().get_parameter_source
+        for name in ("out_shard_size", "copy_tokenizer", "write_model_card"):
+            if given(name) is ParameterSource.COMMANDLINE:
+                raise UserError(
+                    f"--{name.replace('_', '-')} is for models: leave it out with --lora"
+                )
         ranks.one_only("tvb merge --lora")
         _merge_to_adapter(document_of(recipe, method, base), out, values | {"memory": memory})
         return

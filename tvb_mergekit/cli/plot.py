@@ -57,8 +57,11 @@ def plot(inspection: Inspection, path: str | os.PathLike[str]) -> None:
 def plot_errors(errors: Mapping[str, Sequence[float]], path: str | os.PathLike[str]) -> None:
     """Draw the errors of adapters over their rank, one of RANKS; see `plot`."""
     named = "Error of LoRA adapters over their rank"
-    page = f"{PAGE}%s\n</body></html>\n"
-    _save(partial(_error_figure, errors, named), path, lambda svg: page % embedded(svg, named))
+
+    def page(svg: str) -> str:
+        return f"{PAGE}{embedded(svg, named)}\n</body></html>\n"
+
+    _save(partial(_error_figure, errors, named), path, page)
 
 
 def _error_figure(errors: Mapping[str, Sequence[float]], title: str) -> Figure:

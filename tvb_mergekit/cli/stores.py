@@ -342,10 +342,12 @@ def push(store: str, name: str, private: bool) -> None:
     """
     from tvb_mergekit.cli.inspect import store_line
     from tvb_mergekit.store.export import card_of
+    from tvb_mergekit.store.writer import own_files
 
     if (place := hub.parsed(name)) is None:
         raise UserError(f"{name}: expected a repository of the Hub, USER/NAME")
     bases = load_store(store, checksums=True)
     assert bases.path is not None
+    own = [name for name in own_files(bases.facts) if (bases.path / name).is_file()]
     card = card_of(bases, f"{place[0]}: {counted(len(bases.tasks), 'task')}")
-    click.echo(f"{store_line(bases)}\nUploaded: {hub.push(bases.path, *place, card, private)}")
+    click.echo(f"{store_line(bases)}\nUploaded: {hub.push(bases.path, own, *place, card, private)}")

@@ -11,11 +11,11 @@ from pathlib import Path
 from mergekit.common import ModelReference
 from mergekit.options import MergeOptions
 
+from tvb_mergekit import hub
 from tvb_mergekit.core.basis import Basis
 from tvb_mergekit.core.gram import NO_TENSOR
 from tvb_mergekit.core.lora import factor_gram
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.hub import may_be_on_the_hub
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.planner import check_adapter_place, check_model_place, open_file, plan_only
@@ -136,10 +136,11 @@ def open_base(text: str) -> tuple[Checkpoint, Path | None]:
     """
     if os.path.exists(text):
         return Checkpoint.open(text), Path(text) if os.path.isdir(text) else None
-    if not may_be_on_the_hub(text.partition("@")[0]):
+    if not hub.may_be_on_the_hub(text.partition("@")[0]):
         raise UserError(f"base {text}: no such folder (from {os.getcwd()}); name it with --base")
     with refusing(planning=True):
         checkpoint = _local(ModelReference.parse(text), Options())
+        hub.local(text, hub.BESIDE, hub.ELSE)  # into the same folder
     return checkpoint, checkpoint.folder
 
 

@@ -10,7 +10,8 @@ from tvb_mergekit import hub
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store import store as stores
 from tvb_mergekit.store.api import Model, base_of, check_types, open_model
-from tvb_mergekit.store.live import Live, check_weights, live_tensors
+from tvb_mergekit.store.live import Live
+from tvb_mergekit.store.loaded import check_weights, live_tensors
 from tvb_mergekit.store.routing import Routed, routed_model, routers_in
 from tvb_mergekit.store.store import Bases
 

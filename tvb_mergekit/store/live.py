@@ -10,11 +10,13 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Container, Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from numbers import Rational, Real
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors.torch import load_file
@@ -22,15 +24,22 @@ from torch import Tensor, nn
 
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.store.export import combine, items_of, task_column
+from tvb_mergekit.store.loaded import (
+    check_weights,
+    elements,
+    live_tensors,
+    moving_tensors,
+    parameters_of,
+)
 from tvb_mergekit.store.routing import LEARNED, check_tokens, prompt_states
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.checkpoint import facts_in
-from tvb_mergekit.tensors.source import StateDict, Weights
+from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item
 
 LOG = logging.getLogger(__name__)
-COPYING = ("original_module", "token_adapter")  # parts of names where PEFT keeps copies of values
-WRAPPERS = ("base_layer", "_orig_mod", *COPYING)  # parts that PEFT and torch.compile add to names
+# Model -> the last object that changed it.
+WRITERS: WeakKeyDictionary[nn.Module, weakref.ref[Live]] = WeakKeyDictionary()
 
 
 class Live:
@@ -38,10 +47,10 @@ class Live:
 
     def __init__(self, model: nn.Module, bases: Bases, base: Weights) -> None:
         self.model, self.bases, self._base = model, bases, base
-        _moving(model, bases, base)
+        moving_tensors(model, bases, base)
         check_weights(live_tensors(model, base)[0], base)
         self._items = items_of(bases, base, None, bases.sources)
-        self._known = {plain for plain, _ in _parameters(model)}
+        self._known = {plain for plain, _ in parameters_of(model)}
         reasons = bases.facts.left_out.items()
         out = [name for name, why in reasons if why.startswith(("excluded", "missing"))]
         if out and bases.facts.store.codec == "lossless":
@@ -187,7 +196,7 @@ class Live:
         column = torch.zeros(len(self.bases.sources), dtype=torch.float64, device="cpu")
         for task, scale in scales.items():
             column += scale * task_column(self.bases, task)[:, 0]
-        live = _moving(self.model, self.bases, self._base, self._known)
+        live = moving_tensors(self.model, self.bases, self._base, self._known)
         items = [replace(i, out=live[i.name].dtype) for i in self._items if i.name in live]
         used = zip(self.bases.sources, column.tolist(), strict=True)
         read = [self._base, *(source for source, scale in used if scale)]
@@ -195,6 +204,12 @@ class Live:
             weights.check_unchanged()
         sink = LiveSink(live) if writing else ComparingSink(live, scales)
         if writing:
+            other = WRITERS.get(self.model, weakref.ref(self))()
+            if other not in (None, self) and other._current != {}:
+                raise UserError(
+                    f"another `attach` ({other.bases.place}) changed this model: `reset` that first"
+                )
+            WRITERS[self.model] = weakref.ref(self)
             self._current = None
             for tensor in live.values():  # gradients through the old weights are an error
                 if not tensor.is_inference():
@@ -236,7 +251,7 @@ class ComparingSink:
         self._live, self._weights = live, _named(scales)
 
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
-        found, want = _elements(self._live[item.name], start, stop), values[0]
+        found, want = elements(self._live[item.name], start, stop), values[0]
         bits = (tensor.contiguous().view(torch.uint8) for tensor in (found, want))
         if len(differing := torch.ne(*bits).nonzero()):
             at = int(differing[0]) // want.itemsize
@@ -265,131 +280,3 @@ def _scales(tasks: str | Mapping[str, float]) -> dict[str, float]:
 
 def _named(scales: Mapping[str, float]) -> str:
     return f"the weights of {dict(scales)}" if scales else "the base's weights"
-
-
-def live_tensors(model: nn.Module, files: Weights) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of a loaded model under the names of its files, without their gradients, and the
-    parameters that have no such name, nor are tied to one that has."""
-    state = model.state_dict(keep_vars=True)
-    state = {_plain(name): tensor for name, tensor in state.items()} | state
-    live = {name: state[name] for name in files.tensors if name in state}
-    reached = {_place(tensor) for tensor in live.values()}
-    others = [name for name, p in _parameters(model) if _place(p) not in reached]
-    return {name: tensor.detach() for name, tensor in live.items()}, others
-
-
-def _plain(name: str) -> str:
-    """The name of a tensor before its module was wrapped."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
-def _parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """All parameters, those that are tied under each of their names."""
-    return [(_plain(name), p) for name, p in model.named_parameters(remove_duplicate=False)]
-
-
-def _place(tensor: Tensor) -> object:
-    """A key of a tensor's memory, which tied tensors share."""
-    if tensor.is_meta or type(tensor.detach()) is not Tensor or not tensor.numel():
-        return id(tensor)
-    return tensor.device, tensor.data_ptr()
-
-
-def _moving(
-    model: nn.Module, bases: Bases, base: Weights, known: Container[str] | None = None
-) -> dict[str, Tensor]:
-    """The tensors of the model that move, one name for those that are tied.
-
-    Parameters that are not in `known`, such as an adapter's, are left alone. None: all must be
-    in the base's files, or tied to a tensor there.
-    """
-    live, others = live_tensors(model, base)
-    if known is not None and (others := [name for name in others if name in known]):
-        raise UserError(
-            f"the model no longer ties its {listed(others)} to a tensor of the base's files, and a "
-            "change would leave it behind; tie it again (`model.tie_weights()`)"
-        )
-    missing = [name for name in base.tensors if bases.stored_name(name) and name not in live]
-    said = [f"{listed(missing)} of the base's files are not in it"] * bool(missing)
-    said += [f"its {listed(others)} are not in the base's files"] * bool(others)
-    if said:
-        raise UserError(
-            f"the model names its tensors otherwise than the base: {', and '.join(said)}; load it "
-            "from the base's folder, by the class that its config.json names"
-        )
-    given = {_place(t) for t in base.state.values()} if isinstance(base, StateDict) else set()
-    every = model.named_parameters(remove_duplicate=False)
-    copied = {_place(p) for name, p in every if not set(COPYING).isdisjoint(name.split("."))}
-    moving: dict[str, Tensor] = {}
-    tied: dict[object, str] = {}
-    for name, tensor in live.items():
-        held = bases.stored_name(name)
-        if why := _unfit(tensor):
-            if held is None:
-                continue
-            raise UserError(
-                f"tensor `{name}`: the model holds it {why}, and the store moves it; load the "
-                "model with its weights in float32, bfloat16 or float16"
-            )
-        if tuple(tensor.shape) != base.tensors[name].shape:
-            raise UserError(
-                f"tensor `{name}`: the model has shape {list(tensor.shape)}, the base "
-                f"{list(base.tensors[name].shape)}; attach to the base as it was loaded"
-            )
-        first = tied.setdefault(place := _place(tensor), name)
-        if bases.stored_name(first) != held:
-            raise UserError(
-                f"tensors `{first}` and `{name}`: the model ties them, and the store moves them "
-                "apart; load the model with `tie_word_embeddings=False`"
-            )
-        if held is None:
-            continue
-        if place in given:
-            raise UserError(
-                f"tensor `{name}`: the base is the model's own memory; give a folder, or a copy"
-            )
-        if place in copied:
-            raise UserError(
-                f"tensor `{name}`: a module that PEFT wraps it in holds a copy of its values "
-                "(`modules_to_save`, `trainable_token_indices`), which a change would leave "
-                "behind; `unload()` the PEFT model first"
-            )
-        if first == name:
-            moving[name] = tensor
-    return moving
-
-
-def _unfit(tensor: Tensor) -> str:
-    """Reason why a tensor cannot be written; empty if it can be."""
-    if tensor.is_meta:
-        return "on the meta device, without data"
-    plain = type(tensor) is Tensor and tensor.layout == torch.strided
-    if not (plain and tensor.is_floating_point() and tensor.dtype.itemsize > 1):
-        return f"as {str(tensor.dtype).removeprefix('torch.')}, quantized or not as plain numbers"
-    reach = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride < reach:
-            return "with elements that share memory"
-        reach += stride * (size - 1)
-    return ""
-
-
-def check_weights(live: Mapping[str, Tensor], base: Weights) -> None:
-    """Raise UserError if sampled weights differ from the base, in the model's dtype."""
-    fit = {n for n, t in live.items() if base.tensors[n].dtype.is_floating_point and not _unfit(t)}
-    samples = [sample for sample in base.samples() if sample[0] in fit]
-    for sample in samples:
-        base.ahead(*sample)
-    for name, start, stop in samples:
-        tensor, info = live[name], base.tensors[name]
-        want = base.read(name, start, stop, torch.empty(stop - start, dtype=info.dtype))
-        if not torch.equal(_elements(tensor, start, stop), want.to(tensor.dtype)):
-            raise UserError(
-                f"tensor `{name}`: the model's weights are not the base's; attach to the base as "
-                "it was loaded, before anything changes it"
-            )
-
-
-def _elements(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Elements of a flattened tensor on the CPU."""
-    return tensor.take(torch.arange(start, stop, device=tensor.device)).cpu()

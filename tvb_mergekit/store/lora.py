@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -35,6 +36,7 @@ from tvb_mergekit.tensors.taskset import match
 
 REPORT, TASKS = "lora.json", "tasks.json"
 HEAD = ("", "tensors", "rank", "norm^2 %", "energy %", "error", "bytes")
+EMBEDDED = re.compile(r"(^|\.)shared\.weight$|relative_attention_bias")  # of BART and T5
 RANKS = (4, 8, 16, 32, 64, 128, 256)  # of `tvb inspect --lora`
 Scales = Mapping[str, Sequence[Mapping[str, Any]]]  # the content of tasks.json
 
@@ -208,8 +210,8 @@ class AdapterExport:
         group = group_of(item.name)
         if len(item.shape) != 2:
             return "not a matrix"
-        if group == "embeddings":
-            return group
+        if group == "embeddings" or EMBEDDED.search(item.name):
+            return "embeddings"
         if group == "output layer" and self._tied:
             return "tied to the embeddings"
         weight = item.name.endswith(".weight") and item.numel

@@ -7,6 +7,7 @@ r is the difference from the recipe's merge. Generated tokens keep r.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import re
@@ -115,6 +116,8 @@ class Routed:
                     "give the complete prompts again"
                 )
         self._mask = kwargs.get("attention_mask") if self.prompts is None else self.prompts
+        if isinstance(self._mask, Mapping):  # one for each kind of layer
+            self._mask = next(iter(self._mask.values()))
 
     def _choose(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Compute r for new prompts."""
@@ -122,8 +125,8 @@ class Routed:
         if not self._begins:
             return
         mask = given.new_ones(given.shape[:2]) if mask is None else mask.to(given.device)
-        if mask.dim() == 4:  # of a static cache: the tokens that the last one sees
-            mask = mask[:, 0, -1, : given.shape[1]]
+        if mask.dim() == 4:  # of a static cache: the tokens that see themselves, also in a window
+            mask = mask[:, 0].diagonal(dim1=1, dim2=2)[:, : given.shape[1]]
             mask = mask if mask.dtype == torch.bool else mask == 0
         if given.dim() != 3 or mask.shape != given.shape[:2]:
             raise UserError(
@@ -223,8 +226,16 @@ def prompt_states(model: nn.Module, ids: Tensor, mask: Tensor | None) -> Tensor:
         [sequences, n] float32 on the CPU.
     """
     body: Any = model.base_model
-    with torch.no_grad():
-        passed = body(ids, attention_mask=mask, use_cache=False, output_hidden_states=True)
+    more: dict[str, Any] = {"attention_mask": mask, "use_cache": False}
+    if mask is not None and "position_ids" in inspect.signature(body.forward).parameters:
+        more["position_ids"] = ((mask != 0).cumsum(1) - 1).clamp(min=0)  # as `generate` counts
+    trained = [module for module in body.modules() if module.training]
+    try:
+        with torch.no_grad():
+            passed = body.eval()(ids, output_hidden_states=True, **more)
+    finally:
+        for module in trained:
+            module.training = True
     states = passed.hidden_states[len(passed.hidden_states) // 2]
     places = torch.arange(ids.shape[1], device=ids.device)
     last = places.expand_as(ids) if mask is None else places * mask

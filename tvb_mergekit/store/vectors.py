@@ -66,7 +66,8 @@ MEASURED = ("bits", "bytes", "density", "relative_error")  # the keys of codes a
 COPIED = (
     "generation_config.json tokenizer.json tokenizer.model tokenizer_config.json "
     "special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt spiece.model "
-    "chat_template.jinja preprocessor_config.json processor_config.json"
+    "sentencepiece.bpe.model tiktoken.model chat_template.jinja chat_template.json "
+    "preprocessor_config.json video_preprocessor_config.json processor_config.json"
 ).split()
 
 

@@ -207,10 +207,15 @@ class _Lock(filelock.FileLock):
         super().release(force)
 
 
+def own_files(facts: StoreFacts) -> list[str]:
+    """The files of a store; template recipes may be missing."""
+    recipes = (f"{FOLDER}/{name}.yml" for name in templates(facts, "", ""))
+    return [FACTS, *facts.store.files, *recipes]
+
+
 def _check_own(store: Path, facts: StoreFacts) -> None:
     """Raise UserError if the folder of a store holds another file, which a change would lose."""
-    recipes = (f"{FOLDER}/{name}.yml" for name in templates(facts, "", ""))
-    own = {FACTS, MARK, *facts.store.files, *recipes}
+    own = {MARK, *own_files(facts)}
     for entry in store.rglob("*"):
         place = entry.relative_to(store).as_posix()
         # A kill right after a build leaves WORKING files, of each process too: 0-journal.jsonl

@@ -33,6 +33,8 @@ class Served(HFLM):
     def __init__(
         self, pretrained: str, store: str | None = None, task: str | None = None, **others: Any
     ) -> None:
+        if task is not None and store is None:
+            sys.exit("Error: `task` is of a store: give `store` too")
         super().__init__(pretrained, **others)
         try:
             live = attach(self.model, store or pretrained, base=pretrained if store else None)
