@@ -198,7 +198,7 @@ HEAVY = ("mergekit", "transformers", "peft", "numba", "matplotlib")
 LIGHT = {
     "--help": ("torch", "numpy", "rich", *HEAVY),
     **{f"{name} --help": ("torch", "numpy", "rich", *HEAVY) for name in COMMANDS},
-    "score nope": ("torch", *HEAVY), "cache list": HEAVY, "inspect store": HEAVY,
+    "score nope --out table": ("torch", *HEAVY), "cache list": HEAVY, "inspect store": HEAVY,
     "inspect store --json": HEAVY, "check store": HEAVY,
 }  # fmt: skip
 PROBE = """

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all."""
+"""Files that are written completely or not at all, and folders that hold no other files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tvb_mergekit.errors import UserError
+
+REPORT = ("basis.json", "basis.safetensors")  # files of a store, and of a merged model's basis/
+
+
+def check_outside(out: str | os.PathLike[str]) -> None:
+    """Raise UserError if `out` lies in a store or in a report, which hold no other files."""
+    for folder in Path(os.path.realpath(out)).parents:
+        if all((folder / name).is_file() for name in REPORT):
+            raise UserError(f"{out} lies in {folder}, a store or a report; name another place")
 
 
 @contextmanager

@@ -214,8 +214,8 @@ def route(data: tuple[str, ...], out: str, base: str | None, **values: Any) -> N
         raise UserError(f"--out {out}: no such folder {parent}; make it first")
     if not os.access(parent, os.W_OK):
         raise UserError(f"--out {out}: {parent} is not writable; name another place")
+    from tvb_mergekit.atomic import check_outside
     from tvb_mergekit.learn.centroids import learn_centroids
-    from tvb_mergekit.tensors.output import check_outside
 
     check_outside(out)
     engine, trust = engine_of(values), values["trust_remote_code"]

@@ -136,8 +136,8 @@ def inspect(path: str, as_text: bool, lora: bool, plot: str | None, **values: An
     from tvb_mergekit.store.inspection import as_json
 
     if plot is not None:
+        from tvb_mergekit.atomic import check_outside
         from tvb_mergekit.cli import plot as plots
-        from tvb_mergekit.tensors.output import check_outside
 
         plots.check_plot(plot)
         check_outside(plot)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tvb_mergekit.atomic import write_file
+from tvb_mergekit.atomic import check_outside, write_file
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.figures import MADE, can_draw
 from tvb_mergekit.score.benchmark import find_benchmark, read_benchmark, repeated
@@ -112,8 +112,6 @@ def check_output(out: str | os.PathLike[str], drawing: bool) -> None:
     """Raise UserError if `write` would fail, or replace files that `tvb score` did not make."""
     if Path(out).exists() and not Path(out).is_dir():
         raise UserError(f"cannot write {out}: it is a file; name a folder")
-    from tvb_mergekit.tensors.output import check_outside  # imports torch
-
     check_outside(Path(out, FILES[0]))
     for name in (*FILES, *(f"radar.{kind}" for kind in PICTURES if drawing)):
         path = Path(out, name)

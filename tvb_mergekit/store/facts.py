@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tvb_mergekit.atomic import REPORT
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.tensors.output import REPORT
 from tvb_mergekit.tensors.writing import file_record
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from tvb_mergekit.atomic import REPORT, check_outside
 from tvb_mergekit.errors import UserError, check_names, listed, megabytes
 from tvb_mergekit.tensors.checkpoint import weight_files
 
@@ -21,14 +22,6 @@ WRITTEN = tuple(
     "tokenizer_config.json special_tokens_map.json tokenizer.model vocab.json merges.txt "
     "chat_template.jinja".split()
 )
-REPORT = ("basis.json", "basis.safetensors")  # files of a store, and of a merged model's basis/
-
-
-def check_outside(out: str | os.PathLike[str]) -> None:
-    """Raise UserError if `out` lies in a store or in a report, which hold no other files."""
-    for folder in Path(os.path.realpath(out)).parents:
-        if all((folder / name).is_file() for name in REPORT):
-            raise UserError(f"{out} lies in {folder}, a store or a report; name another place")
 
 
 def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:

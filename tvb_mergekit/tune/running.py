@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tvb_mergekit import __version__
-from tvb_mergekit.atomic import write_file
+from tvb_mergekit.atomic import check_outside, write_file
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.progress import Bar
@@ -22,7 +22,7 @@ from tvb_mergekit.score.benchmark import check_known, repeated
 from tvb_mergekit.score.results import read_results
 from tvb_mergekit.store.writer import lock
 from tvb_mergekit.tensors.layout import MEMORY
-from tvb_mergekit.tensors.output import check_disk, check_output_folder, check_outside, folder_bytes
+from tvb_mergekit.tensors.output import check_disk, check_output_folder, folder_bytes
 from tvb_mergekit.tune import harness, search
 from tvb_mergekit.tune.harness import EvalTask, ItemChoice, LmEval, Scored
 from tvb_mergekit.tune.merges import TunedRecipe, read_tuned
