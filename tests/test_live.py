@@ -443,12 +443,22 @@ def test_copies_by_peft(model, live):
 
 
 def test_two_stores_of_one_model(model, live, codes):
-    other = attach(model, codes[1])
-    live.use("math")
-    refused("another `attach`", lambda: other.use("code"))
-    live.reset()
-    other.use("code")
-    refused("another `attach`", lambda: live.use("math"))
+    """One moves a part of the tensors; the object of the other may be gone, or see a wrapper."""
+    base = {name: tensor.clone() for name, tensor in state_of(model).items()}
+    taus = {"x": {name: t + 0.01 * torch.randn_like(t) for name, t in base.items()}}
+    few = library.build(base, taus, basis="none", exclude="embed")
+    other = attach(model, few, base=base)
+    want = state_of(model)
+    for attached in (lambda: live, lambda: attach(torch.compile(model), codes[1])):
+        attached().use("math")
+        refused("another `attach` of this model has moved model.embed", lambda: other.use("x"))
+        live.reset()
+        other.use("x")
+        other.reset()
+        assert_bits(model, want)
+    other.use("x")
+    live.use("code")  # moves all that the other has moved
+    live.verify()
 
 
 @pytest.mark.parametrize("case", ["base", "task"])

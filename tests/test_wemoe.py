@@ -15,7 +15,7 @@ from commands import refused, tvb
 from safetensors.torch import load_file, save_file
 from test_learn import TASKS, Case, data_words, facts
 from test_learn_gradients import assert_finite_differences, mean_loss
-from tiny import gpt2, llama, load, mistral
+from tiny import gpt2, llama, load, mistral, roberta
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -113,9 +113,10 @@ def test_a_batch_is_what_dense_models_give_one_by_one(make: Any, depth: int) -> 
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_states_of_prompts_do_not_depend_on_padding_and_mode() -> None:
+@pytest.mark.parametrize("make", [gpt2, roberta])
+def test_states_of_prompts_do_not_depend_on_padding_and_mode(make: Any) -> None:
     torch.manual_seed(0)
-    model = gpt2().train()  # with absolute positions and dropout
+    model = make().train()  # with absolute positions and dropout
     one_by_one = [routing.prompt_states(model, torch.tensor([prompt]), None) for prompt in PROMPTS]
     for left in (True, False):
         batch = padded(PROMPTS, left)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tvb_mergekit.errors import UserError
 
+MARK = ".unfinished"  # in STORE.new: the folder is ours
 REPORT = ("basis.json", "basis.safetensors")  # files of a store, and of a merged model's basis/
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tvb_mergekit.atomic import next_to
+from tvb_mergekit.atomic import MARK, next_to
 from tvb_mergekit.errors import UserError, listed, one_line
 
 FACTS = ("basis.json", "basis.safetensors", "basis/basis.*")  # of a store, or in a merged model
@@ -45,7 +45,7 @@ def local(path: str | os.PathLike[str], patterns: Sequence[str], but: Sequence[s
     if os.path.exists(text) or (found := parsed(text)) is None:
         return text
     new, previous, begun = (next_to(text, kind) for kind in ("new", "previous", "partial"))
-    if (new.is_dir() and previous.is_dir()) or begun.is_dir():
+    if (new.is_dir() and previous.is_dir()) or (new / MARK).is_file() or begun.is_dir():
         return text  # a store that is being changed or built, or was interrupted
     from huggingface_hub import snapshot_download
 
@@ -94,7 +94,8 @@ def push(
         facts = Path(api.hf_hub_download(repository, FACTS[0], revision=revision)).read_bytes()
         record = json.loads(facts).get("store", {}).get("files", ())
         old = {name for name in there if name in record or name.startswith("recipes/")}
-        operations += map(CommitOperationDelete, sorted(old - {*content}))
+        kept = {name for name in old if (folder / name).exists()}  # a user's own recipes
+        operations += map(CommitOperationDelete, sorted(old - kept - {*content}))
     message = "Upload a store of task vector bases"
     done = api.create_commit(repository, operations, commit_message=message, revision=revision)
     return str(done.commit_url)

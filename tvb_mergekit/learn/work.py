@@ -268,7 +268,7 @@ class Work(ABC):
             )
         left = [file for file in self.finished() if file.parent == request.partial]
         needed = costs.disk - sum(file.stat().st_size for file in left)  # used again, or deleted
-        if os.path.ismount(request.out):  # OUT.partial is on another disk
+        if os.path.ismount(os.path.realpath(request.out)):  # OUT.partial is on another disk
             check_disk(request.out, self.plan.output_bytes)
             check_disk(request.partial, needed - self.plan.output_bytes)
         else:

@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import threading
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -38,8 +37,8 @@ from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item
 
 LOG = logging.getLogger(__name__)
-# Model -> the last object that changed it.
-WRITERS: WeakKeyDictionary[nn.Module, weakref.ref[Live]] = WeakKeyDictionary()
+# Model -> tensor that a task has moved -> a key of the `Live` that did.
+IN_USE: WeakKeyDictionary[nn.Module, dict[str, object]] = WeakKeyDictionary()
 
 
 class Live:
@@ -60,6 +59,9 @@ class Live:
                 listed(out),
                 bases.place,
             )
+        self._key = object()
+        self._in_use = IN_USE.setdefault(getattr(model, "_orig_mod", model), {})
+        self._in_use.clear()  # all tensors are the base's
         self._lock = threading.RLock()
         self._current: dict[str, float] | None = {}
         self._blocks: list[dict[str, float]] = []  # for each open `using`, the earlier tasks
@@ -204,12 +206,13 @@ class Live:
             weights.check_unchanged()
         sink = LiveSink(live) if writing else ComparingSink(live, scales)
         if writing:
-            other = WRITERS.get(self.model, weakref.ref(self))()
-            if other not in (None, self) and other._current != {}:
+            others = {name for name, key in self._in_use.items() if key is not self._key}
+            if not others.isdisjoint(live) and (left := others - live.keys()):
                 raise UserError(
-                    f"another `attach` ({other.bases.place}) changed this model: `reset` that first"
+                    f"another `attach` of this model has moved {listed(sorted(left))}, which this "
+                    "one would leave behind: `reset` that first"
                 )
-            WRITERS[self.model] = weakref.ref(self)
+            self._in_use.update(dict.fromkeys(live, self._key))
             self._current = None
             for tensor in live.values():  # gradients through the old weights are an error
                 if not tensor.is_inference():
@@ -220,6 +223,8 @@ class Live:
             weights.check_unchanged()
         if writing:
             self._current = dict(scales)
+            for name in live if not scales else ():
+                self._in_use.pop(name, None)
 
 
 class LiveSink:

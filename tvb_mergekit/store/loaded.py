@@ -51,7 +51,7 @@ def moving_tensors(
     Parameters that are not in `known`, such as an adapter's, are left alone. None: all must be
     in the base's files, or tied to a tensor there.
     """
-    if merged := [name for name, m in model.named_modules() if getattr(m, "merged", None) is True]:
+    if merged := [name for name, m in model.named_modules() if getattr(m, "merged_adapters", ())]:
         raise UserError(
             f"`{merged[0]}`: PEFT has merged an adapter into its weights, which a change would "
             "overwrite; `unmerge_adapter()` first"

@@ -7,7 +7,6 @@ r is the difference from the recipe's merge. Generated tokens keep r.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import os
 import re
@@ -226,13 +225,15 @@ def prompt_states(model: nn.Module, ids: Tensor, mask: Tensor | None) -> Tensor:
         [sequences, n] float32 on the CPU.
     """
     body: Any = model.base_model
-    more: dict[str, Any] = {"attention_mask": mask, "use_cache": False}
-    if mask is not None and "position_ids" in inspect.signature(body.forward).parameters:
-        more["position_ids"] = ((mask != 0).cumsum(1) - 1).clamp(min=0)  # as `generate` counts
+    if mask is not None:  # padding goes to the right: positions count from the first token
+        order = (mask == 0).int().argsort(dim=1, stable=True)
+        ids, mask = ids.gather(1, order), mask.gather(1, order)
     trained = [module for module in body.modules() if module.training]
     try:
         with torch.no_grad():
-            passed = body.eval()(ids, output_hidden_states=True, **more)
+            passed = body.eval()(
+                ids, attention_mask=mask, use_cache=False, output_hidden_states=True
+            )
     finally:
         for module in trained:
             module.training = True

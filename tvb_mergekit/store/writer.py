@@ -18,7 +18,7 @@ from typing import Any
 import filelock
 
 from tvb_mergekit import hub
-from tvb_mergekit.atomic import check_interrupted, next_to
+from tvb_mergekit.atomic import MARK, check_interrupted, next_to
 from tvb_mergekit.errors import UserError, check_names, remedy
 from tvb_mergekit.store import forms
 from tvb_mergekit.store.facts import FACTS, TENSORS, FileRecord, StoreFacts, record_of, write_facts
@@ -28,7 +28,6 @@ from tvb_mergekit.store.store import Bases, is_store, load, numbers_of, read_sto
 from tvb_mergekit.store.vectors import Vectors, facts_of
 
 LOG = logging.getLogger(__name__)
-MARK = ".unfinished"  # in STORE.new: the folder is ours
 
 
 class StoreWriter:

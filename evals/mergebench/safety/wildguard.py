@@ -152,7 +152,11 @@ def _key(own: Settings) -> str:
     """The judge's name and dtype under which answers are kept; of a folder its files, too."""
     name, folder = own.judge, Path(own.judge)
     if folder.is_dir():
-        stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(folder.iterdir())]
+        stats = [
+            (f.name, f.stat().st_size, f.stat().st_mtime_ns)
+            for f in sorted(folder.iterdir())
+            if f.exists()
+        ]
         name = f"{folder.resolve()} {stats}"
     return name if own.dtype is torch.bfloat16 else f"{name} {own.dtype}"
 
