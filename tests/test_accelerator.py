@@ -35,7 +35,7 @@ from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.gram import BLOCK, Sketch
 from tvb_mergekit.core.learned import FisherMean, Stitch, regression_mean
 from tvb_mergekit.settings import resolve_settings
-from tvb_mergekit.store import live
+from tvb_mergekit.store import loaded
 from tvb_mergekit.store.api import base_of
 from tvb_mergekit.store.export import items_of
 from tvb_mergekit.tensors import layout, passes, stream
@@ -346,7 +346,7 @@ def test_live(stored: tuple[Path, Bases], device: Device, monkeypatch: pytest.Mo
         model = nn.ParameterDict({name: base.tensor(name).clone() for name in SHAPES})
         model["other"].data = model["other"].data.T.contiguous().T  # other strides
         model = model.to(on)
-        monkeypatch.setattr(live, "Tensor", Hidden if on == CUDA else Tensor)
+        monkeypatch.setattr(loaded, "Tensor", Hidden if on == CUDA else Tensor)
         counts = []
         for act in ("attach", "use", "verify"):
             device.counts.clear()
