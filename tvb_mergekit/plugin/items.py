@@ -77,11 +77,7 @@ class MergedTensors:
             elif each.weight.optional:
                 self.left_out[name] = "not in the base; not written"
             else:
-                more = (
-                    " (--tensor-intersection leaves it out)"
-                    if os.path.isfile(base.model.path)
-                    else ""
-                )
+                more = " (--tensor-intersection leaves it out)" * os.path.isfile(base.model.path)
                 raise UserError(
                     f"tensor `{name}` is not in the base {base}; it cannot be merged{more}"
                 )

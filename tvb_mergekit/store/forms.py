@@ -35,6 +35,7 @@ LEAST = 2  # bits of the codes of task vectors; a sample is better below
 LEAST_SHARE = 1e-6
 PILOT = 256  # blocks from which the bytes of a share are estimated
 WORKING = ("state.json", "sums.safetensors", "journal.jsonl")  # in STORE.partial
+# Names that folders of vectors must not have; tasks.json is of an export of adapters.
 RESERVED = ("recipes", "mean", "basis.json", "basis.safetensors", "tasks.json", *WORKING)
 # Group of tensors -> pattern of their names; the first match counts, otherwise OTHER.
 KINDS_OF_TENSORS = {
