@@ -6,16 +6,17 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.quantize import BITS, Width, block_bytes, decode
+from tvb_mergekit.core.quantize import BITS, Width, block_bytes
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint, metadata_of
-from tvb_mergekit.tensors.source import TensorInfo, Weights
+from tvb_mergekit.tensors.source import Packed, TensorInfo, Weights
 from tvb_mergekit.tensors.stream import Item
 
 if TYPE_CHECKING:
@@ -141,13 +142,16 @@ class Codes(Decoded):
         from tvb_mergekit.tensors import codes  # imports numba, which takes long
 
         low, high = self.blocks_of(name, start, stop)
-        blocks = self.stored.read(name, low, high, torch.empty(high - low, dtype=torch.uint8))
+        blocks = self.blocks(name, start, stop, torch.empty(high - low, dtype=torch.uint8))
         skipped = start % width.group
         codes.decode(blocks, width, self.unit, skipped, skipped + len(chunk), chunk)
         return chunk
 
     def packed(self, name: str) -> Packed:
-        return Packed(self, name, self.widths[name])
+        return Packed(partial(self.blocks, name), self.unit, self.widths[name])
+
+    def blocks(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
+        return self.stored.read(name, *self.blocks_of(name, start, stop), out)
 
     def blocks_of(self, name: str, start: int, stop: int) -> tuple[int, int]:
         """The range of bytes of these elements, from the beginning of their first group."""
@@ -157,23 +161,6 @@ class Codes(Decoded):
     def ahead(self, name: str, start: int, stop: int) -> None:
         if start < stop:
             self.stored.ahead(name, *self.blocks_of(name, start, stop))
-
-
-@dataclass(frozen=True)
-class Packed:
-    """The codes of one tensor, which an accelerator decodes itself."""
-
-    codes: Codes
-    name: str
-    width: Width
-
-    def read(self, start: int, stop: int, out: Tensor) -> Tensor:
-        """The blocks of these elements, in `out` (uint8); `start` is the first of a group."""
-        return self.codes.stored.read(self.name, *self.codes.blocks_of(self.name, start, stop), out)
-
-    def decode(self, blocks: Tensor, numel: int) -> Tensor:
-        """The elements [numel] float32, on the device of the blocks."""
-        return decode(blocks, self.width, self.codes.unit, numel)
 
 
 class Coding(ABC):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from tvb_mergekit.tensors.quantized import Packed
+from tvb_mergekit.core.quantize import Width, decode
 
 Holds = Literal["weight", "delta"]
 SAMPLE = 1024  # elements at the start, middle and end of each tensor that enter a fingerprint
@@ -39,6 +38,25 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The codes of one tensor, which an accelerator decodes itself.
+
+    Attributes:
+        read: read(start, stop, out) returns the blocks of these elements, in `out` (uint8); `start`
+            is the first of a group.
+        unit, width: of the codes, see `core.quantize`.
+    """
+
+    read: Callable[[int, int, Tensor], Tensor]
+    unit: float
+    width: Width
+
+    def decode(self, blocks: Tensor, numel: int) -> Tensor:
+        """The elements [numel] float32, on the device of the blocks."""
+        return decode(blocks, self.width, self.unit, numel)
 
 
 class Weights:

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,10 +24,7 @@ from tvb_mergekit.core.quantize import Width, block_bytes
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import CPU, host_memory
 from tvb_mergekit.tensors.layout import ALIGN, WRITES, Layout
-from tvb_mergekit.tensors.source import Holds, Weights
-
-if TYPE_CHECKING:
-    from tvb_mergekit.tensors.quantized import Packed
+from tvb_mergekit.tensors.source import Holds, Packed, Weights
 
 Result = TypeVar("Result")
 
