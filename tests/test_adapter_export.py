@@ -481,7 +481,7 @@ def test_mistakes_in_merges_to_adapters(models, world, tmp_path):
         (two, (*words, "--rank", 2, "--memory", "16.78MB"), "of the merge takes"),
         (parts | {"modules": {"default": module}}, words, "`parameters` of `modules`"),
         (parts | {"modules": {"default": {"slices": sliced}}}, words, "`slices`: an adapter has"),
-        (two, (*words, "--rank", 2, "--no-copy-tokenizer"), "--copy-tokenizer is for models"),
+        (two, (*words, "--rank", 2, "--no-copy-tokenizer"), "--copy-tokenizer: --lora writes"),
         (two, (*words, "--rank", 2, "--size", "1MB"), "--lora goes with one of --rank R"),
         (made.recipe("basis_ties"), words, "no exact factors (basis_ties trims single entries)"),
         (made.recipe(**{"lambda": [0.1, 0.1, 0.9]}), words, "no layer gradient; merge the"),

@@ -475,7 +475,7 @@ def test_mistakes_are_one_line(small: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("ta", *BENCH, "--metric", "add:acc,none"): "add has no `acc,none`: it has `score,none`;",
         ("ta", *BENCH, "--metric", "ad:acc,none"): "--metric ad: no such task in small .did you",
         ("ta", *BENCH, *TWICE): "--metric names acc,none and f1,none of add: give one",
-        ("ta", *BENCH, "--radar", "tasks"): "--radar goes with --out",
+        ("ta", *BENCH, "--radar", "tasks"): "--radar: --out gets the plot",
         ("ta", *BENCH, "--reference", "nan.json"): "columns.0.tasks.*finite number .found nan.",
         ("ta", *BENCH, "--reference", "paper"): "reference paper is for mergebench, and the table",
         ("ta", *BENCH, "--reference", "nope"): "nope: No such file or directory; expected a ref",

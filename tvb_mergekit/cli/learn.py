@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 from click import argument, option
-from click.core import ParameterSource
 
 from tvb_mergekit.cli.options import (
     ACCESS,
@@ -31,6 +30,7 @@ from tvb_mergekit.cli.options import (
     folder,
     import_mergekit,
     load_store,
+    refuse_given,
     repeatable,
 )
 from tvb_mergekit.errors import UserError
@@ -224,15 +224,10 @@ def route(data: tuple[str, ...], out: str, base: str | None, **values: Any) -> N
 
 def _learn(name: Any, base: str | None, dry_run: bool, **values: Any) -> None:
     context = click.get_current_context()
-    shaping: tuple[str, ...] = ()
-    why = ""
     if values.get("source"):
-        shaping, why = SHAPES_STATISTICS, "--from names finished statistics"
+        refuse_given(SHAPES_STATISTICS, "--from names finished statistics")
     if values.get("dataless"):
-        shaping, why = SHAPES_MASKS, "--dataless uses no examples"
-    for key in shaping:
-        if context.get_parameter_source(key) is ParameterSource.COMMANDLINE:
-            raise UserError(f"--{key.replace('_', '-')}: {why}; leave it out")
+        refuse_given(SHAPES_MASKS, "--dataless uses no examples")
     import_mergekit()
     from tvb_mergekit.learn.running import learn as run
     from tvb_mergekit.learn.work import Request

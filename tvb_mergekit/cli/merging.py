@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from click import argument, option
-from click.core import ParameterSource
 
 from tvb_mergekit.cli.options import (
     ACCESS,
@@ -34,6 +33,7 @@ from tvb_mergekit.cli.options import (
     model_options,
     place,
     read_recipe,
+    refuse_given,
 )
 from tvb_mergekit.errors import UserError
 
@@ -117,12 +117,8 @@ def merge(
     from tvb_mergekit.tensors import ranks
 
     if values["lora"]:
-        given = click.get_current_context().get_parameter_source
-        for name in ("out_shard_size", "copy_tokenizer", "write_model_card"):
-            if given(name) is ParameterSource.COMMANDLINE:
-                raise UserError(
-                    f"--{name.replace('_', '-')} is for models: leave it out with --lora"
-                )
+        of_models = ("out_shard_size", "copy_tokenizer", "write_model_card")
+        refuse_given(of_models, "--lora writes no model")
         ranks.one_only("tvb merge --lora")
         _merge_to_adapter(document_of(recipe, method, base), out, values | {"memory": memory})
         return

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 import tvb_mergekit_hook
 from tvb_mergekit import hub
@@ -209,6 +210,13 @@ def careful(values: dict[str, Any], writes: str = "", several: bool = False) -> 
             more = " The same command goes on."
         click.echo(f"Interrupted.{more}", err=True)
         sys.exit(130)
+
+
+def refuse_given(names: Sequence[str], why: str) -> None:
+    """Raise UserError if the user gave one of these options of the current command."""
+    for name in names:
+        if click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise UserError(f"--{name.replace('_', '-')}: {why}; leave it out")
 
 
 def import_mergekit() -> None:

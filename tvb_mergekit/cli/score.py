@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 from click import argument, option
-from click.core import ParameterSource
 
 from tvb_mergekit.cli.options import (
     ACCESS,
@@ -25,6 +24,7 @@ from tvb_mergekit.cli.options import (
     import_mergekit,
     model_options,
     place,
+    refuse_given,
     repeatable,
 )
 from tvb_mergekit.errors import UserError
@@ -75,9 +75,8 @@ def score(paths: tuple[str, ...], radar: Any, out: str | None, **values: Any) ->
     from tvb_mergekit.score.page import print_table
     from tvb_mergekit.tables import printable
 
-    source = click.get_current_context().get_parameter_source("radar")
-    if out is None and source is ParameterSource.COMMANDLINE:
-        raise UserError("--radar goes with --out, which gets the plot: leave it out")
+    if out is None:
+        refuse_given(["radar"], "--out gets the plot, and is missing")
     by = None if out is None or radar == "none" else radar
     if out is not None:
         check_output(out, by is not None)
