@@ -461,8 +461,22 @@ def test_dora_and_trained_modules_are_fused_instead(adapters: Models, tmp_path: 
         tvb("check", file, *fused, *half)
         shutil.rmtree(tmp_path / "half")
         os.utime(adapter / "adapter_config.json", (2e9, 2e9))  # edited later
+        assert "of another adapter or base, or of older ones" in refused("check", file, *fused)
+        for record in (tmp_path / "fused").rglob("tvb_origin.json"):
+            record.unlink()  # mergekit made the copy
         assert "older than the adapter or the base" in refused("check", file, *fused)
         shutil.rmtree(out)
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_an_adapter_of_one_use_of_tied_embeddings(target: str, tmp_path: Path) -> None:
+    """PEFT trains one of the two uses; a merge would change both."""
+    base, _ = tiny.family(tmp_path, lambda: tiny.llama(tie_word_embeddings=True), ())
+    train(base, tmp_path / "a", target_modules=["q_proj", target])
+    file = commands.write(recipe("basis_ta", base, [f"{base}+{tmp_path / 'a'}"]), tmp_path / "r")
+    for words in ((), ("--fuse", "--lora-merge-cache", tmp_path / "fused")):
+        assert "output layer too" in refused("build", file, tmp_path / "out", *words)
+        assert not (tmp_path / "fused").exists()
 
 
 def test_adapters_of_another_base(

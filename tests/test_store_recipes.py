@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from commands import Result, merge, ready, recipe, tvb
+from commands import Result, assert_same, merge, ready, recipe, tvb
 from safetensors.torch import load_file, save_file
 from test_store import KINDS, SIZES, raw_family, read
 from tiny import TASKS, llama, load
 from torch import Tensor
-from worlds import FAMILIES, Models, World, hub
+from worlds import FAMILIES, Models, World, decoder, hub
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import from_mapping
@@ -106,6 +106,24 @@ def test_the_base_s_tokenizer_and_slices(world: World, tmp_path: Path) -> None:
         assert torch.equal(deep.tensors[name], tensor)
         if ".layers.1." in name:
             assert torch.equal(deep.tensors[name.replace(".1.", ".2.")], tensor)
+
+
+@pytest.mark.parametrize("words", [("--bits", "8"), ("--lossless",)])
+def test_vectors_without_a_tokenizer_have_the_base_s(words: Sequence[str], tmp_path: Path) -> None:
+    """transformers makes up a tokenizer for a folder of Qwen2 without one."""
+    made = hub(decoder("Qwen2"), tmp_path / "in", dtypes=[torch.bfloat16])
+    folder = tmp_path / "store"
+    made.build(folder, *words, basis="none")
+
+    def merged(name: str, fails: bool = False, **tokenizer: object) -> Result:
+        vectors = [folder / task for task in made.tasks]
+        keys = {"extra": {"tokenizer": tokenizer} if tokenizer else {}, "basis": "none"}
+        over = recipe("basis_ta", made.base, vectors, dtype=None, **keys)
+        return merge(over, tmp_path / name, fails=fails)
+
+    assert_same(merged("plain"), merged("tokenizer", source="base"))
+    tokens = {"t5": {"source": str(made.base), "force": True}}
+    assert "`force` makes rows" in merged("forced", True, source="base", tokens=tokens).output
 
 
 def test_a_gram_matrix_is_not_reused_for_another_order_of_tokens(

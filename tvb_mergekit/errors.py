@@ -28,7 +28,11 @@ def remedy(error: BaseException) -> str:
 
 def check_names(*paths: str | os.PathLike[str]) -> None:
     """Raise UserError unless paths, and the current folder, are one line of text."""
-    for path in (os.getcwd(), *paths):
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the current folder was deleted; change to another one") from None
+    for path in (here, *paths):
         for text in (os.fspath(path), os.path.realpath(path)):
             if text.splitlines() != [text]:
                 why = "has line breaks" if text else "is empty (an unset variable?)"

@@ -23,7 +23,7 @@ from tvb_mergekit.plugin.recipe import identity_of, refuse_bases
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.store.sparse import Dense
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.adapter import FUSE_INSTEAD, Adapter, NotPlainLora
+from tvb_mergekit.tensors.adapter import FUSE_INSTEAD, Adapter, NotPlainLora, check_untied
 from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN, Checkpoint
 from tvb_mergekit.tensors.source import Holds
 from tvb_mergekit.tensors.stream import Item, Part
@@ -94,6 +94,8 @@ def _raw_inputs(document: Document) -> TaskSet:
 
 def _adapter_inputs(document: Document, options: Options, names: Sequence[str]) -> TaskSet:
     recipe = document.recipe
+    if recipe.base.lora is not None:
+        raise UserError(f"`base_model` {recipe.base} is a base and an adapter; {FUSE}")
     base = _local(recipe.base, options)
     adapters = []
     for task, model in zip(recipe.tasks, recipe.models, strict=True):
@@ -102,6 +104,7 @@ def _adapter_inputs(document: Document, options: Options, names: Sequence[str]) 
             raise UserError(f"model {model} adapts {model.model}, not {recipe.base}; {FUSE}")
         check_adapter_place(model.lora.path)
         path = ModelReference(model=model.lora).local_path(options.transformers_cache)
+        check_untied(base, Path(path))
         try:
             adapters.append(Adapter.open(path, base.tensors, task, read=base.tensor))
         except NotPlainLora as error:

@@ -136,6 +136,8 @@ class MergedTensors:
         return item
 
     def _dtype(self, given: Candidate, base: Part, inputs: Sequence[Part]) -> torch.dtype:
+        if isinstance(given.whole, Changed):  # all are loaded in one dtype, a store's too
+            base = given.parts[self.recipe.base] or base
         forced, dtypes = given.weight.force_dtype, (self.out_dtype, self.saved_dtype)
         wanted, saved = (dtype_from_name(forced or dtype) for dtype in dtypes)
         # A store's dtype is not the output's, and integers are never cast to a float.

@@ -34,17 +34,20 @@ from tvb_mergekit.plugin.names import replaced
 from tvb_mergekit.plugin.plan import Plan, engine_of
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.sources import (
+    ORIGIN,
     Candidate,
     Loaders,
     MappedLoader,
     candidate,
     fresh_loaders,
+    fused_folder,
     install_loader,
+    origin_of,
 )
 from tvb_mergekit.progress import phase
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.adapter import CONFIG
+from tvb_mergekit.tensors.adapter import check_untied
 from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint, weight_files
 from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.stream import Part
@@ -79,7 +82,7 @@ def _plan(document: Document, options: MergeOptions, memory: int | None) -> Plan
     recipe = document.recipe.over(loaders[document.recipe.base].checkpoint)
     task = planner._tokenizer_task
     # mergekit orders new tokens by a set, whose order differs between processes.
-    tokenizer = None if task is None else world.share(task.execute)
+    tokenizer = None if task is None else world.share(lambda: _tokenizer(task, recipe))
     held = {model: loader.checkpoint for model, loader in loaders.items()}
     configs = (model.config(trust_remote_code=options.trust_remote_code) for model in loaders)
     tied = all(getattr(config, "tie_word_embeddings", False) for config in configs)
@@ -91,12 +94,34 @@ def _plan(document: Document, options: MergeOptions, memory: int | None) -> Plan
     return Plan(recipe, options, engine, loaders, tensors, tokenizer, *made)
 
 
+def _tokenizer(task: Any, recipe: Recipe) -> Any:
+    """mergekit's `TokenizerInfo`, whose permutations have a row, or -1, for each token and model.
+
+    Vectors of a store, and models without tokenizer files, have the base's rows: for some
+    architectures transformers makes up a tokenizer of a few tokens instead of failing.
+    """
+    found = task.execute()
+    for rows in found.permutations.values():  # mergekit leaves out tokens beyond a model's rows
+        rows |= {n: -1 for n in found.tokenizer.get_vocab().values() if n not in rows}
+    for model in recipe.models:
+        path = model.model.path
+        if recipe.bases is not None or (os.path.isdir(path) and not _has_tokenizer(path)):
+            found.permutations[model] = found.permutations[recipe.base]
+    return found
+
+
 @phase("Planning")
 def _opened(document: Document, options: MergeOptions) -> tuple[Loaders, MergePlanner]:
     """The open models, and mergekit's plan; local files are checked before any download."""
     recipe, held = document.recipe, document.recipe.opened
     opened = {m: check_model(m, recipe.base, options, m not in held) for m in recipe.every}
     check_tokenizer_source(document.config)
+    tokens = document.config.tokenizer and document.config.tokenizer.tokens
+    if recipe.bases and (forced := [name for name, way in (tokens or {}).items() if way.force]):
+        raise UserError(
+            f"`tokens` of `tokenizer`: {listed(forced)}: `force` makes rows of weights, and the "
+            "vectors of a store are differences; leave `force` out, or merge the models themselves"
+        )
     LoaderCache().setup(options=options)
     loaders = {model: install_loader(model, found) for model, found in (opened | held).items()}
     recipe.check_base(loaders[recipe.base].checkpoint)
@@ -243,13 +268,17 @@ def check_tokenizer_source(config: MergeConfiguration) -> None:
         models = config.referenced_models()
     for path in [model.model.path for model in models]:
         if os.path.isdir(path):
-            if not any(os.path.isfile(os.path.join(path, name)) for name in TOKENIZER_FILES):
+            if not _has_tokenizer(path):
                 raise UserError(
                     f"`tokenizer_source` is {source}: model {path} has no tokenizer files "
                     "(tokenizer.json ...); use `base`, or copy them there if it is in no store"
                 )
         elif not may_be_on_the_hub(path):
             raise UserError(f"`tokenizer_source` {source}: no folder {path} (from {os.getcwd()})")
+
+
+def _has_tokenizer(path: str) -> bool:
+    return any(os.path.isfile(os.path.join(path, name)) for name in TOKENIZER_FILES)
 
 
 def check_model_place(path: str) -> None:
@@ -317,14 +346,13 @@ def _check_adapter(model: ModelReference, cache: str | None, dtype: torch.dtype 
     if not cache:
         raise UserError(f"model {model} has an adapter: give --lora-merge-cache DIR for its fusion")
     check_adapter_place(model.lora.path)
-    folders = (model.model.path, model.lora.path)
-    files = [os.path.join(path, name) for path in folders for name in weight_files(path)]
-    if os.path.isfile(config := os.path.join(model.lora.path, CONFIG)):
-        files.append(config)
-    for file in files:
+    origin = origin_of(model)
+    for file, *_ in origin:
         if os.path.basename(file).startswith("adapter_model."):
             Checkpoint.open(file)
-    fused = Path(cache, f"{model.model._unique_id()}_{model.lora._unique_id()}")
+    if os.path.isdir(model.model.path):
+        check_untied(Checkpoint.open(model.model.path), Path(model.lora.path))
+    fused = fused_folder(model, cache)
     if not fused.exists():
         if os.path.isdir(model.model.path):
             base = Checkpoint.open(model.model.path).tensors.values()
@@ -336,7 +364,10 @@ def _check_adapter(model: ModelReference, cache: str | None, dtype: torch.dtype 
         written = min(Path(fused, shard).stat().st_mtime for shard in opened.shards)
     except UserError as error:
         raise UserError(f"{copy} was cut while it was written; delete it ({error})") from error
-    if any(os.path.getmtime(file) > written for file in files):
+    if (record := fused / ORIGIN).is_file():
+        if json.loads(record.read_text(encoding="utf-8")) != origin:
+            raise UserError(f"{copy} is of another adapter or base, or of older ones; delete it")
+    elif any(os.path.getmtime(file) > written for file, *_ in origin):  # made by mergekit alone
         raise UserError(f"{copy} is older than the adapter or the base; delete it")
     if dtype and dtype not in {info.dtype for info in opened.tensors.values()}:
         raise UserError(f"{copy} is not in {dtype}, the --lora-merge-dtype; delete it")

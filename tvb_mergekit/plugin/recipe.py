@@ -183,13 +183,14 @@ def _check_output(config: Any) -> None:
         if name is not None and name.removeprefix("torch.") not in DTYPES:
             raise UserError(f"`{key}` is {shown(name)}: expected one of {', '.join(DTYPES)}")
     template = getattr(config, "chat_template", None)
-    if template and template != "auto" and not re.search("{[{%]", template):
+    jinja = template and len(template) >= 20 and re.search("{[{%]", template)  # as mergekit asks
+    if template and template != "auto" and not jinja:
         files = importlib.resources.files("mergekit._data.chat_templates").iterdir()
         known = sorted(f.name.removesuffix(".jinja") for f in files if f.name.endswith(".jinja"))
         if template not in known:
             raise UserError(
-                f"`chat_template` is {shown(template)}: expected auto, a Jinja template, or one of "
-                f"{', '.join(known)}"
+                f"`chat_template` is {shown(template)}: expected auto, a Jinja template of 20 "
+                f"characters or more, or one of {', '.join(known)}"
             )
 
 

@@ -8,10 +8,14 @@ lives as long as the process, and would show old weights of a rewritten file. me
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +30,13 @@ from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 from torch import Tensor
 
+from tvb_mergekit.atomic import write_file
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.adapter import CONFIG
+from tvb_mergekit.tensors.checkpoint import Checkpoint, weight_files
 from tvb_mergekit.tensors.stream import Part
+
+ORIGIN = "tvb_origin.json"  # in the folder of a fused adapter
 
 
 @dataclass(frozen=True)
@@ -195,15 +203,39 @@ class MappedLoader(LazyTensorLoader):
 Loaders = Mapping[ModelReference, MappedLoader]  # the base's first
 
 
+def fused_folder(model: ModelReference, cache: str) -> Path:
+    """The folder of mergekit's fused copy, named by a hash of the paths as they are written."""
+    assert model.lora is not None
+    return Path(cache, f"{model.model._unique_id()}_{model.lora._unique_id()}")
+
+
+def origin_of(model: ModelReference) -> list[list[Any]]:
+    """Path, bytes and time of change of the local files that a fused copy is made of."""
+    assert model.lora is not None
+    folders = (model.model.path, model.lora.path)
+    files = [Path(folder, name) for folder in folders for name in weight_files(folder)]
+    files += [file for file in [Path(model.lora.path, CONFIG)] if file.is_file()]
+    return [[os.path.realpath(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+
+
 def install_loader(model: ModelReference, opened: Checkpoint | None) -> MappedLoader:
     """Map a model. Unless it is open, download it or fuse its adapter, as mergekit does."""
     if opened is None:
         stock = LoaderCache()
-        merged = model.merged(
-            cache_dir=stock.lora_cache_dir,
-            trust_remote_code=stock.trust_remote_code,
-            lora_merge_dtype=stock.lora_merge_dtype,
-        )
+        fused = None if model.lora is None else fused_folder(model, str(stock.lora_cache_dir))
+        new = fused is not None and not fused.exists()
+        try:
+            merged = model.merged(
+                cache_dir=stock.lora_cache_dir,
+                trust_remote_code=stock.trust_remote_code,
+                lora_merge_dtype=stock.lora_merge_dtype,
+            )
+        except BaseException:  # mergekit would take an empty folder for the fused copy
+            if fused is not None and new:
+                shutil.rmtree(fused, ignore_errors=True)
+            raise
+        if fused is not None and new:
+            write_file(fused / ORIGIN, json.dumps(origin_of(model)).encode())
         opened = Checkpoint.open(merged.local_path(cache_dir=stock.hf_cache_dir))
     LoaderCache.loaders[model] = loader = MappedLoader(opened)
     return loader

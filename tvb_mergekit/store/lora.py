@@ -36,6 +36,7 @@ from tvb_mergekit.tensors.taskset import match
 
 REPORT, TASKS = "lora.json", "tasks.json"
 HEAD = ("", "tensors", "rank", "norm^2 %", "energy %", "error", "bytes")
+CLASSIFIER = re.compile(r"(^|\.)(score|classifier)\.")  # tied to nothing
 EMBEDDED = re.compile(r"(^|\.)shared\.weight$|relative_attention_bias")  # of BART and T5
 RANKS = (4, 8, 16, 32, 64, 128, 256)  # of `tvb inspect --lora`
 Scales = Mapping[str, Sequence[Mapping[str, Any]]]  # the content of tasks.json
@@ -194,7 +195,7 @@ class AdapterExport:
     @cached_property
     def _tied(self) -> bool:
         """Whether the output layer is the embeddings, by config.json or by the tensors."""
-        groups = {group_of(item.name) for item in self.items}
+        groups = map(group_of, self.base.tensors)
         return bool(self._config.get("tie_word_embeddings", "embeddings" not in groups))
 
     @cached_property
@@ -212,7 +213,7 @@ class AdapterExport:
             return "not a matrix"
         if group == "embeddings" or EMBEDDED.search(item.name):
             return "embeddings"
-        if group == "output layer" and self._tied:
+        if group == "output layer" and not CLASSIFIER.search(item.name) and self._tied:
             return "tied to the embeddings"
         weight = item.name.endswith(".weight") and item.numel
         return "" if weight else "not the weight of a module"

@@ -162,13 +162,11 @@ def check_movable(store: Path) -> None:
     """Raise UserError if the folder of a store cannot be renamed."""
     if os.path.ismount(store):
         raise UserError(f"{store} is a mount point, which cannot be renamed: name a folder in it")
-    with suppress(FileNotFoundError):  # the current folder was deleted
-        for folder in (store, next_to(store, "previous")):
-            if Path.cwd().is_relative_to(folder):
-                raise UserError(
-                    f"the current folder lies in {folder}, which is renamed: "
-                    "change to another folder"
-                )
+    for folder in (store, next_to(store, "previous")):
+        if Path.cwd().is_relative_to(folder):
+            raise UserError(
+                f"the current folder lies in {folder}, which is renamed: change to another folder"
+            )
 
 
 def link(file: Path, target: Path) -> None:

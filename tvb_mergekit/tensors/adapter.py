@@ -40,6 +40,10 @@ _NOT_PLAIN = (
 # All others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA, MiCA) change the base when PEFT loads them.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
+_SPEAKING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_INPUT = re.compile(r"\b(embed_tokens|embed_in|wte|word_embeddings|shared)\.")
+_OUTPUT = re.compile(r"\b(lm_head|embed_out)\.")
+
 
 class NotPlainLora(UserError):
     """An adapter whose update is more than s B A; fusing it into the base first does work."""
@@ -293,6 +297,26 @@ class _Reader:
     def _error(self, text: str, kind: type[UserError] = UserError) -> UserError:
         who = f" (task `{self.label}`)" if self.label else ""
         return kind(f"adapter {self.folder}{who}: {text}")
+
+
+def check_untied(base: Checkpoint, adapter: Path) -> None:
+    """Raise UserError if an adapter changes embeddings that the base uses as its output layer too.
+
+    PEFT trains such an adapter on one of the two uses. No merge can hold that in one tensor.
+    """
+    file = base.folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    speaks = any(name.endswith(_SPEAKING) for name in config.get("architectures") or ())
+    tied = config.get("tie_word_embeddings", not any(map(_OUTPUT.search, base.tensors)))
+    files = [adapter / name for name in (WEIGHTS, PICKLED) if (adapter / name).is_file()]
+    keys = [key for each in files for key in Checkpoint.open(each).tensors if "lora_" in key]
+    found = [key for key in keys if _INPUT.search(key) or _OUTPUT.search(key)]
+    if speaks and tied and found:
+        raise UserError(
+            f"adapter {adapter}: `{found[0]}` changes the embeddings, which the base uses as its "
+            "output layer too, and PEFT trained it for one of the two uses: it has no merge. Give "
+            "the base an output layer of its own (`tie_word_embeddings: false`) for it"
+        )
 
 
 def kinds_of_biased(base: Mapping[str, TensorInfo]) -> set[bool]:
