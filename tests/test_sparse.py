@@ -358,7 +358,7 @@ def test_what_is_refused(world: World, sparse: Path, tmp_path: Path) -> None:
     said = refused("add", sparse, world.models[0], "--task", "new", "--quiet")
     assert "holds sparse bases, whose masks" in said
     assert "nothing to undo" in refused("undo", sparse)
-    assert "none can be taken out" in refused("remove", sparse, "--task", "math")
+    assert "no task can be taken out" in refused("remove", sparse, "--task", "math")
     listed = [sparse / "basis-000", sparse / "basis-001"]
     (tmp_path / "r.yml").write_text(yaml.safe_dump(recipe("basis_ta", world.base, listed)))
     assert "lists the bases of" in refused("build", tmp_path / "r.yml", tmp_path / "out")

@@ -28,6 +28,7 @@ from torch import Tensor
 import tvb_mergekit
 from tvb_mergekit.cli.commands import main
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.store import add as adding
 from tvb_mergekit.store import facts, store
 from tvb_mergekit.store.recipes import ALL_TASKS
 from tvb_mergekit.store.writer import lock
@@ -373,6 +374,42 @@ def test_a_change_that_was_killed_between_its_renames(here: Path) -> None:
     shutil.rmtree(here / "grown")
     tvb("add", "grown", "f", "--task", "g", "--budget", "3", "--base", "base", "--quiet")
     assert "grown.previous is of another store" in refused("undo", "grown")
+    before = contents(here / "grown.previous")
+    assert "in the way; move or delete it" in refused("add", "grown", "e", "--task", "h")
+    assert contents(here / "grown.previous") == before
+
+
+def test_a_state_that_is_read_while_another_is_published(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Facts, numbers and vectors are of one state."""
+    opening, calls = store.open_vector, list[int]()
+
+    def slow(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            tvb_mergekit.undo("grown")
+        return opening(*args)
+
+    other = tvb_mergekit.load("grown.previous").tasks
+    monkeypatch.setattr(store, "open_vector", slow)
+    assert tvb_mergekit.load("grown").tasks == other
+
+
+def test_a_model_that_is_overwritten_in_place_while_it_is_read(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, weights = adding.write_vectors, here / "e/model.safetensors"
+
+    def slow(*args: Any, **more: Any) -> Any:
+        weights.write_bytes(weights.read_bytes())  # the same inode
+        return writing(*args, **more)
+
+    before = contents(here / "grown")
+    monkeypatch.setattr(adding, "write_vectors", slow)
+    with pytest.raises(UserError, match="was changed after it was opened"):
+        tvb_mergekit.add("grown", "base", here / "e", "e")
+    assert contents(here / "grown") == before
 
 
 def test_a_file_system_without_hard_links(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

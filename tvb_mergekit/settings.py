@@ -376,12 +376,6 @@ def _forgotten(text: str, tasks: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def default_task_name(model_path: str, lora_path: str | None = None) -> str:
-    """The last part of the model's or adapter's path, without @revision, which no file has."""
-    path = re.sub(r"@(?!.*\.(safetensors|bin|pt|pth)$).*", "", lora_path or model_path).rstrip("/")
-    return path.rpartition("/")[2] or lora_path or model_path
-
-
 def check_tasks(names: Sequence[str], models: Sequence[str]) -> None:
     """Raise UserError unless the names are unique and `forget` can list them."""
     first: dict[str, str] = {}

@@ -2,7 +2,7 @@
 
 The bins are the leading bits of the float32 pattern, which orders positive floats: 2^14 bins an
 octave (a relative width of 6e-5, a share of at most about 4e-5 for a smooth distribution) from
-2^-48 to 2^16. Smaller magnitudes share the lowest bin, larger ones the highest.
+2^-48 to 2^24. Smaller magnitudes share the lowest bin, larger ones the highest.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 
 _SHIFT = 23 - 14  # mantissa bits that a bin ignores
 _FIRST = (127 - 48) << 14  # bin number of 2^-48
-BINS = 64 << 14
+BINS = 72 << 14
 
 
 class Histogram:
     """Counts of magnitudes for `rows` streams of values (one per basis), int64.
 
-    Bins have 8 MB a row. With `within`, one bin of each row, the counts are of the bits that bins
+    Bins have 9 MB a row. With `within`, one bin of each row, the counts are of the bits that bins
     ignore, of the values in this bin. Several histograms add up by their `counts`.
     """
 

@@ -21,9 +21,10 @@ from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.planner import check_adapter_place, check_model_place, open_file, plan_only
 from tvb_mergekit.plugin.recipe import identity_of, refuse_bases
 from tvb_mergekit.refusals import refusing
+from tvb_mergekit.settings import VARYING_KEYS
 from tvb_mergekit.store.sparse import Dense
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.adapter import FUSE_INSTEAD, Adapter, NotPlainLora, check_untied
+from tvb_mergekit.tensors.adapter import FUSE_INSTEAD, Adapter, NotPlainLora, check_embeddings
 from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN, Checkpoint
 from tvb_mergekit.tensors.source import Holds
 from tvb_mergekit.tensors.stream import Item, Part
@@ -104,7 +105,7 @@ def _adapter_inputs(document: Document, options: Options, names: Sequence[str]) 
             raise UserError(f"model {model} adapts {model.model}, not {recipe.base}; {FUSE}")
         check_adapter_place(model.lora.path)
         path = ModelReference(model=model.lora).local_path(options.transformers_cache)
-        check_untied(base, Path(path))
+        check_embeddings(base, Path(path))
         try:
             adapters.append(Adapter.open(path, base.tensors, task, read=base.tensor))
         except NotPlainLora as error:
@@ -158,6 +159,12 @@ def check_for_store(document: Document, what: str = "a store") -> None:
     config = document.config
     if config.slices or any(module.slices for module in (config.modules or {}).values()):
         raise UserError(f"`slices`: {what} has the base's layers; list the models under `models`")
+    for name, module in (config.modules or {}).items():
+        if found := sorted(set(VARYING_KEYS) & set(module.parameters or {})):
+            raise UserError(
+                f"`{found[0]}` under `modules.{name}`: the template recipes of {what} cannot hold "
+                "it; give it in the top `parameters`"
+            )
     source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
     if source not in (None, "base"):
         raise UserError(f"`tokenizer_source` is {source}: {what} needs `tokenizer_source: base`")

@@ -105,11 +105,17 @@ class BasisMethod(MergeMethod):
             if [entry.id for entry in group.non_base] != ids:
                 raise UserError("every tensor must have the same inputs in the same order")
         given = {key: value for key, value in (parameters or {}).items() if key not in MODEL_KEYS}
+        for key in MODEL_KEYS:
+            if any(values[key] != bound[0][key] for values in bound):
+                raise UserError(f"`{key}` varies from tensor to tensor; give a model one value")
         tasks = [bound[0]["task"][key] or str(key) for key in ids]
         check_tasks(tasks, [str(key) for key in ids])
         settings = resolve_settings(self.spec.name, given, tasks)
         weights = [bound[0]["weight"][key] for key in ids]
-        labels = [group.metadata.name or f"tensor {i}" for i, group in enumerate(groups)]
+        labels = list[str]()
+        for i, group in enumerate(groups):  # mergekit allows a name twice
+            name = group.metadata.name or f"tensor {i}"
+            labels.append(f"{name} ({i})" if name in labels else name)
         counted = _counted_names(groups, labels)
         items = []
         for label, group, values in zip(labels, groups, bound, strict=True):

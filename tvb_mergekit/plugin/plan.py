@@ -163,9 +163,10 @@ class Plan:
         """
         if self.learned is not None:
             self.learned.merge_into(self, sink, items)
-            return
-        merging.merge_items(self.basis, items, sink, self.engine, summing=self.summing)
-        if self.summing is not None:
+        else:
+            merging.merge_items(self.basis, items, sink, self.engine, summing=self.summing)
+        self.tasks.check_unchanged()
+        if self.learned is None and self.summing is not None:
             self.built = self._warned(merging.basis_of(self.tasks, self.summing))
 
     def note_unread(self) -> None:

@@ -47,7 +47,7 @@ from tvb_mergekit.plugin.sources import (
 from tvb_mergekit.progress import phase
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.adapter import check_untied
+from tvb_mergekit.tensors.adapter import check_embeddings
 from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint, weight_files
 from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.stream import Part
@@ -351,7 +351,7 @@ def _check_adapter(model: ModelReference, cache: str | None, dtype: torch.dtype 
         if os.path.basename(file).startswith("adapter_model."):
             Checkpoint.open(file)
     if os.path.isdir(model.model.path):
-        check_untied(Checkpoint.open(model.model.path), Path(model.lora.path))
+        check_embeddings(Checkpoint.open(model.model.path), Path(model.lora.path))
     fused = fused_folder(model, cache)
     if not fused.exists():
         if os.path.isdir(model.model.path):

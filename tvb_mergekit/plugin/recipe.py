@@ -23,7 +23,6 @@ from tvb_mergekit.settings import (
     Settings,
     check_tasks,
     check_value,
-    default_task_name,
     resolve_settings,
     shown,
     unknown_key,
@@ -135,11 +134,12 @@ class Recipe:
 
 @dataclass(frozen=True)
 class _Section:
-    """A part of the configuration, and its model if the part is about one."""
+    """A part of the configuration, its model if the part is about one, and a slice's base."""
 
     where: str
     parameters: Mapping[str, Any]
     model: ModelReference | None = None
+    base: ModelReference | None = None
 
 
 def read_recipe(config: BaseModel) -> Recipe:
@@ -176,6 +176,14 @@ def read_recipe(config: BaseModel) -> Recipe:
     return Recipe(resolve_settings(method, given, tasks), base, models, tasks, weights)
 
 
+def default_task_name(model_path: str, lora_path: str | None = None) -> str:
+    """The last part of the model's or adapter's path, without the @revision of a Hub name."""
+    given = lora_path or model_path
+    revision = r"@(?!.*\.(safetensors|bin|pt|pth)$).*"
+    path = given if os.path.exists(given) else re.sub(revision, "", given)
+    return path.rstrip("/").rpartition("/")[2] or given
+
+
 def _check_output(config: Any) -> None:
     """Check dtypes and the chat template, which mergekit checks after merging the weights."""
     for key in ("dtype", "out_dtype"):
@@ -204,7 +212,8 @@ def _reference(model: Any) -> ModelReference | None:
 
 def _sections(part: Any, where: str = "") -> Iterator[_Section]:
     parameters = part.model_dump().get("parameters") or {}
-    yield _Section(where, parameters, _reference(getattr(part, "model", None)))
+    model, base = (_reference(getattr(part, key, None)) for key in ("model", "base_model"))
+    yield _Section(where, parameters, model, base)
     for key in ("models", "slices", "sources"):
         for index, item in enumerate(getattr(part, key, None) or ()):
             yield from _sections(item, f"{where}{key}[{index}].")
@@ -218,6 +227,8 @@ def _models(sections: Sequence[_Section], base: ModelReference) -> tuple[ModelRe
     its_own = identity_of(base)
     for section in sections:
         model, where = section.model, section.where.rstrip(".")
+        if section.base is not None and identity_of(section.base) != its_own:
+            raise UserError(f"`{where}.base_model` is {section.base}; a merge has one base, {base}")
         if model is None:
             continue
         its_list = where.rpartition("[")[0]

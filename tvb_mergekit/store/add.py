@@ -219,6 +219,7 @@ class _Addition:
             matrix = matrix[-1:, -1:]
         new = vectors.folders[same:]
         found, _ = write_vectors(writer.folder, new, items, matrix, config, self.engine, first=same)
+        self.inputs.check_unchanged()
         return writer.commit(replace(vectors, files={**files, **found}), self._history())
 
     def _effect(self) -> str:

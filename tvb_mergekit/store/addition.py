@@ -25,7 +25,7 @@ from tvb_mergekit.settings import check_tasks
 from tvb_mergekit.store import forms
 from tvb_mergekit.store.export import write_originals
 from tvb_mergekit.store.facts import FileRecord
-from tvb_mergekit.store.forms import Quantize, check_kept, keeping_of
+from tvb_mergekit.store.forms import LEAST, Quantize, check_kept, keeping_of
 from tvb_mergekit.store.store import Bases, load, open_vector, read_store_facts
 from tvb_mergekit.store.vectors import Vectors, local_path, write_vectors
 from tvb_mergekit.store.writer import StoreWriter, changing
@@ -79,10 +79,11 @@ class Growth:
                     f"--bits: {bases.place} is {bases.facts.store.codec}, and keeps the new task "
                     "as the others; leave --bits out"
                 )
-            if self.bits and self.bits.bits not in BITS:
+            if self.bits and (self.bits.bits or 0) < LEAST:
+                known = ", ".join(str(bits) for bits in BITS if bits >= LEAST)
                 raise UserError(
                     f"--bits {self.bits.bits:g}: a sample does not join the codes of "
-                    f"{bases.place}; give {', '.join(map(str, BITS))}"
+                    f"{bases.place}; give {known}"
                 )
             return True
         if self.bits:
@@ -250,6 +251,7 @@ def join(
     if share:
         tensors["gram"] = tensors["gram_bases"].clone()
     history = grown_history(bases, inputs, sums, started)
+    inputs.check_unchanged()
     return _commit(writer, vectors, folders, {**files, **found}, history, tensors)
 
 
@@ -264,8 +266,9 @@ def remove_task(path: str | os.PathLike[str], task: str) -> Bases:
         facts = read_store_facts(writer.store)
         if not facts.keeps_tasks:
             raise UserError(
-                f"{path}: its tasks are combined in {facts.num_bases} bases, and none can be taken "
-                "out; `tvb undo` takes back the last addition"
+                f"{path}: it holds {facts.num_bases} bases, from which no task can be taken out; "
+                "`tvb undo` takes back the last addition; a store by --lossless, --bits or --keep "
+                "can remove tasks"
             )
         if len(facts.tasks) == 1 and task in facts.tasks:
             raise UserError(f"{path}: {task!r} is its only task; delete the folder instead")

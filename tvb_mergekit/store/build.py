@@ -158,6 +158,7 @@ def build_store(
                 f"--size {quantize.size:,} bytes: the files take {taken:,}; give {instead}, "
                 f"and delete {partial}"
             )
+        inputs.check_unchanged()
         bases = StoreWriter(out, partial).commit(vectors, history_of(inputs, basis))
         unfinished.forget()
         return bases

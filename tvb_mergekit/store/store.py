@@ -259,7 +259,9 @@ def load(path: str | os.PathLike[str], without: str = "", task: str = "") -> Bas
     for wait in (0.1, 0.5):
         opened = inode(folder)
         try:
-            return _load(folder, without, task)
+            found = _load(folder, without, task)
+            if opened == inode(folder):  # all files are of one state
+                return found
         except (UserError, FileNotFoundError):
             changing = any(next_to(folder, kind).is_dir() for kind in ("new", "previous"))
             if not changing or opened == inode(folder) is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -127,6 +128,8 @@ def changing(path: str | os.PathLike[str], new: bool = False) -> Iterator[StoreW
         check_interrupted(store)
         if previous.exists() and not is_store(previous):
             raise UserError(f"{previous} is in the way; move or delete it")
+        if not _is_state_of(store, previous):
+            raise UserError(f"{previous} is of another store, and in the way; move or delete it")
         writer.begin()
         yield writer
     except OSError as error:
@@ -149,8 +152,19 @@ def undo_change(path: str | os.PathLike[str]) -> Bases:
         if not _are_neighbours(now, other):
             raise UserError(f"{path}: nothing to undo: {previous} is of another store")
         writer.discard()
+        for place in (store, previous):  # an interrupted change left it; it means an unfinished one
+            (place / MARK).unlink(missing_ok=True)
         _rename((store, new), (previous, store), (new, previous))
     return load(store)
+
+
+def _is_state_of(store: Path, previous: Path) -> bool:
+    """Whether a store at `previous` is not another store of the user's."""
+    try:
+        facts = [read_store_facts(place) for place in (store, previous) if is_store(place)]
+    except UserError:
+        return True  # damaged: the change will say so
+    return len({of.checksum for of in facts}) < 2 or _are_neighbours(*facts)
 
 
 def _are_neighbours(one: StoreFacts, other: StoreFacts) -> bool:
@@ -184,7 +198,10 @@ def lock(path: str | os.PathLike[str]) -> filelock.FileLock:
     file = store.with_name(f".{store.name}.lock")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()  # filelock waits forever if it cannot make the file
+        # filelock waits forever if it cannot make the file; without flock, also if the file exists.
+        tempfile.TemporaryFile(dir=file.parent).close()
+        if file.exists():
+            file.touch()
     except OSError as error:
         raise UserError(f"cannot write next to {store}: {error}") from error
     held = _Lock(file)

@@ -299,7 +299,7 @@ class _Reader:
         return kind(f"adapter {self.folder}{who}: {text}")
 
 
-def check_untied(base: Checkpoint, adapter: Path) -> None:
+def check_embeddings(base: Checkpoint, adapter: Path) -> None:
     """Raise UserError if an adapter changes embeddings that the base uses as its output layer too.
 
     PEFT trains such an adapter on one of the two uses. No merge can hold that in one tensor.

@@ -89,6 +89,7 @@ class Checkpoint(Weights):
             names = _index(folder)
         tensors: dict[str, TensorInfo] = {}
         opened: dict[str, object] = {}
+        seen = {shard: _identity(folder / shard) for shard in names}  # before anything is read
         for shard, own in names.items():
             if shard.endswith(".safetensors"):
                 held = _read_safetensors_header(folder, shard)
@@ -102,7 +103,6 @@ class Checkpoint(Weights):
                         "hold it; download the model again"
                     )
                 tensors[name] = held[name]
-        seen = {shard: _identity(folder / shard) for shard in names}
         return cls(folder, tuple(names), tensors, opened, _seen=seen)
 
     @property

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tvb_mergekit.core.quantize import Width
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import DTYPES, NAMES, Checkpoint
 from tvb_mergekit.tensors.engine import CPU, Engine
 from tvb_mergekit.tensors.layout import Needs, plan_layout
@@ -138,7 +139,12 @@ class Lossless(Decoded):
         if base is None and form == UNITS:
             base = self._base(name, block, len(theta))
         if not decode(form, stored, base, theta) or _checksum(theta) != checksum:
-            raise self.damaged(name)
+            if base is None:
+                raise self.damaged(name)
+            raise UserError(
+                f"{self.damaged(name)}. Or the base is another one than at the build, "
+                "if `tvb check STORE` finds nothing"
+            )
         return theta
 
     def ahead(self, name: str, start: int, stop: int) -> None:

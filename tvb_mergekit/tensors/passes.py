@@ -109,7 +109,7 @@ def count_pass(
     def work(device: torch.device) -> Callable[[Piece], Sequence[GramSums]]:
         weights, mine = encoder.T.to(device, torch.float32), fresh()
         chunks = Chunks(layout, device, summing=summing, compiled=fast)
-        mine.counts = mine.counts.to(device)  # 8 MB a basis: no chunk copies them
+        mine.counts = mine.counts.to(device)  # 9 MB a basis: no chunk copies them
         made.append(mine)
 
         def count(piece: Piece) -> Sequence[GramSums]:

@@ -86,6 +86,11 @@ class TaskSet:
         most = missed * torch.tensor(self.weights, dtype=torch.float64).abs()
         return torch.stack([torch.zeros_like(most), most])
 
+    def check_unchanged(self) -> None:
+        """Raise UserError if a file of the inputs was changed after it was opened."""
+        for weights in (self.base, *self.sources):
+            weights.check_unchanged()
+
     @property
     def nbytes(self) -> int:
         """Bytes that one pass reads."""
