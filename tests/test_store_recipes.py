@@ -112,8 +112,12 @@ def test_the_base_s_tokenizer_and_slices(world: World, tmp_path: Path) -> None:
 def test_vectors_without_a_tokenizer_have_the_base_s(words: Sequence[str], tmp_path: Path) -> None:
     """transformers makes up a tokenizer for a folder of Qwen2 without one."""
     made = hub(decoder("Qwen2"), tmp_path / "in", dtypes=[torch.bfloat16])
-    folder = tmp_path / "store"
+    folder, out = tmp_path / "store", tmp_path / "out"
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # as of a fused adapter
+        (Path(made.listed[0]) / name).unlink()
     made.build(folder, *words, basis="none")
+    tvb("export", folder, out, "--task", made.tasks[0], "--quiet")
+    assert (out / "tokenizer.json").read_bytes() == (made.base / "tokenizer.json").read_bytes()
 
     def merged(name: str, fails: bool = False, **tokenizer: object) -> Result:
         vectors = [folder / task for task in made.tasks]

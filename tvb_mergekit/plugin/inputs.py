@@ -160,10 +160,11 @@ def check_for_store(document: Document, what: str = "a store") -> None:
     if config.slices or any(module.slices for module in (config.modules or {}).values()):
         raise UserError(f"`slices`: {what} has the base's layers; list the models under `models`")
     for name, module in (config.modules or {}).items():
-        if found := sorted(set(VARYING_KEYS) & set(module.parameters or {})):
+        varying = sorted(set(VARYING_KEYS) & set(module.parameters or {}))
+        if varying:
             raise UserError(
-                f"`{found[0]}` under `modules.{name}`: the template recipes of {what} cannot hold "
-                "it; give it in the top `parameters`"
+                f"`parameters` of `modules`: {what} has no `{varying[0]}` of {name} alone; give it "
+                "at the top"
             )
     source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
     if source not in (None, "base"):

@@ -213,6 +213,13 @@ def _reference(model: Any) -> ModelReference | None:
 def _sections(part: Any, where: str = "") -> Iterator[_Section]:
     parameters = part.model_dump().get("parameters") or {}
     model, base = (_reference(getattr(part, key, None)) for key in ("model", "base_model"))
+    if getattr(part, "residual_weight", None) is not None:
+        raise UserError(f"`{where}residual_weight` has no effect in mergekit: leave it out")
+    start, end = getattr(part, "layer_range", None) or (0, 1)
+    if not 0 <= start < end:
+        raise UserError(
+            f"`{where}layer_range` is [{start}, {end}]: expected [FIRST, AFTER THE LAST]"
+        )
     yield _Section(where, parameters, model, base)
     for key in ("models", "slices", "sources"):
         for index, item in enumerate(getattr(part, key, None) or ()):

@@ -168,7 +168,7 @@ def write_tensors(plan: Plan, folder: Path) -> None:
         plan.merge_into(TorchSink(writer), items)
         writer.finalize()
         return
-    shards = plan_shards(items, options.out_shard_size or sys.maxsize, world.size)
+    shards = plan_shards(items, max(options.out_shard_size or 0, 0) or sys.maxsize, world.size)
     world.agree([[shard.name, [i.name for i in shard.items]] for shard in shards])
     files = FolderWriter(folder, shards, {"format": "pt"}, rank=world.rank)
     plan.merge_into(FoldersSink([files]), run_of(shards, world.rank))

@@ -22,8 +22,8 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.facts import FileRecord, record_of
 from tvb_mergekit.store.report import card_section
 from tvb_mergekit.store.store import Bases, dtype_name
-from tvb_mergekit.store.vectors import copy_config
-from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint
+from tvb_mergekit.store.vectors import COPIED, copy_config
+from tvb_mergekit.tensors.checkpoint import RESTORE, TOKENIZER_FILES, Checkpoint
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.lossless import Keeping, Lossless, keep_pass
 from tvb_mergekit.tensors.output import (
@@ -45,7 +45,16 @@ from tvb_mergekit.tensors.writing import (
 )
 
 REST, ABOUT, FILES = "rest.safetensors", "original.json", "files"
-ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # of a model's other files
+ENDINGS = (
+    ".json",
+    ".jinja",
+    ".txt",
+    ".model",
+    ".tiktoken",
+    ".spm",
+    ".codes",
+    ".py",
+)  # of a model's other files
 
 
 def items_of(
@@ -240,6 +249,9 @@ def _write_files(
             (folder / FILES).mkdir(exist_ok=True)
             shutil.copyfile(file, folder / FILES / file.name)
             made[f"{folder.name}/{FILES}/{file.name}"] = record
+    if files.keys().isdisjoint(TOKENIZER_FILES):  # a fused adapter has the base's
+        lacking = [base / name for name in COPIED if name not in files and (base / name).is_file()]
+        files |= {file.name: record_of(file).xxh3_128 for file in lacking}
     return files
 
 

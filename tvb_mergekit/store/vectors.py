@@ -67,6 +67,7 @@ COPIED = (
     "generation_config.json tokenizer.json tokenizer.model tokenizer_config.json "
     "special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt spiece.model "
     "sentencepiece.bpe.model tiktoken.model chat_template.jinja chat_template.json "
+    "normalizer.json spm.model bpe.codes "
     "preprocessor_config.json video_preprocessor_config.json processor_config.json"
 ).split()
 
@@ -373,6 +374,7 @@ def copy_config(
     except ValueError as error:
         raise UserError(f"{source / 'config.json'}: not JSON ({error}); restore it") from error
     names = [name for name in COPIED if tokenizer and (source / name).is_file()]
+    names += sorted(file.name for file in source.glob("*.tiktoken")) if tokenizer else []
     names += sorted(file.name for file in source.glob("*.py")) if "auto_map" in config else []
     if index is not None:
         config[MARKER] = {"folder": folder.name, "index": index}
