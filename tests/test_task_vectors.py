@@ -417,7 +417,7 @@ def test_what_removal_leaves(made: Path, llamas: Models, tmp_path: Path) -> None
         tvb("remove", store, "--task", task)
     assert "its only task" in refused("remove", store, "--task", "legal")
     other = llamas.build(tmp_path / "bases", basis="balanced", num_bases=2, tasks=TASKS)
-    assert "combined in 2 bases" in refused("remove", other.path, "--task", "math")
+    assert "it holds 2 bases" in refused("remove", other.path, "--task", "math")
 
 
 def test_mergekits_own_methods_are_told_the_way_out(made, llamas, tmp_path):
