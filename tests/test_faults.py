@@ -101,10 +101,10 @@ def negate(parameters: Mapping[str, Any], *wants: str) -> Case:
     return Case(recipe(given, method="basis_negate"), wants)
 
 
-def slices(*sources: tuple[str, ...]) -> dict[str, object]:
-    """One slice per argument, of one layer each."""
+def slices(*sources: tuple[str, ...], deep: int = 1, **keys: object) -> dict[str, object]:
+    """One slice per argument, of `deep` layers each."""
     pieces = [
-        {"sources": [{"model": m, "layer_range": [i, i + 1]} for m in listed]}
+        {"sources": [{"model": m, "layer_range": [i, i + deep]} for m in listed], **keys}
         for i, listed in enumerate(sources)
     ]
     return recipe() | {"models": None, "slices": pieces}
@@ -133,6 +133,10 @@ RECIPES = {
     "no such matrices": wrong(
         {"matrices": "norm"}, "`matrices` is 'norm'", "two or three", method="basis_wudi"
     ),
+    "no filter": wrong({"lambda": [{"filtr": "mlp", "value": 1.0}]}, "`filtr` under `lambda`"),
+    "no layers": Case(slices(ALL, deep=0), (r"`slices\[0\].sources\[0\].layer_range` is \[0, 0",)),
+    "another base": Case(slices(ALL, base_model="./a"), (r"`slices\[0\].base_model` is ./a",)),
+    "residual": Case(slices(ALL, residual_weight=0.5), (r"`slices\[0\].residual_weight` has no",)),
     "all excluded": wrong({"exclude": "."}, "no tensor takes part", "exclude"),
     "dtype": wrong({}, "`?dtype`?", "bfloat17", "bfloat16", dtype="bfloat17"),
     # forgetting

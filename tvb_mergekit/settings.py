@@ -319,8 +319,6 @@ def _check_place(method: str, key: str) -> None:
 def _leaves(value: object) -> Iterator[object]:
     """The plain values in mergekit's filters, layer gradients and PerGroupValues."""
     if isinstance(value, Mapping) and "value" in value:
-        if unknown := [key for key in value if key not in ("filter", "value")]:
-            raise unknown_key(str(unknown[0]), ("filter", "value"), "an entry with `value`")
         yield from _leaves(value["value"])
     elif isinstance(each := getattr(value, "values", value), list | tuple) and each:
         yield from chain.from_iterable(map(_leaves, each))

@@ -98,7 +98,11 @@ def check_unknown_keys(raw: object, schema: type[BaseModel], where: str = "the r
         elif isinstance(value, Mapping) and key in ("modules", "tokens"):
             for name, item in value.items():
                 check_unknown_keys(item, inner, f"`{key}.{name}`")
-        elif key != "parameters":
+        elif isinstance(value, Mapping) and key == "parameters":
+            for name, setting in value.items():
+                for entry in setting if isinstance(setting, list) else [setting]:  # a filter's
+                    check_unknown_keys(entry, inner, f"`{name}`")
+        else:
             check_unknown_keys(value, inner, f"`{key}`")
 
 
