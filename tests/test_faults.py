@@ -434,6 +434,11 @@ OF_OUTPUT = {
         wants=("out", "weight files", WEIGHTS),
         leaves="out",
     ),
+    "a document's name": Case(
+        yaml.safe_dump_all([FIRST, recipe({"exclude": "first"}, models=("first", "./c"))]),
+        ("`exclude: first` is also the `name` of a document", "rename"),
+        command=MULTI,
+    ),
     "raw": Case(RAW_RECIPE, command=RAW, ok=True),
     "raw disk full": Case(
         RAW_RECIPE,

@@ -389,8 +389,10 @@ def two_tensors(world: World) -> dict[str, dict[str, Tensor]]:
     return {key: {name: state[name] for name in ("layer", "bias")} for key, state in states}
 
 
-def in_ta(states: dict[str, dict[str, Tensor]], lambda_: Any = 0.4, **dtypes: Any) -> Any:
-    keys = {**NONE, "lambda": lambda_}
+def in_ta(
+    states: dict[str, dict[str, Tensor]], lambda_: Any = 0.4, weight: Any = 1.0, **dtypes: Any
+) -> Any:
+    keys = {**NONE, "lambda": lambda_, "weight": weight}
     return merge_methods.merge_state_dicts(states, TA, base="base", parameters=keys, **dtypes)
 
 
@@ -417,6 +419,20 @@ def test_a_lambda_for_each_tensor_in_memory(world: World) -> None:
         assert not torch.equal(tensor, both[place - 1][name])
     with pytest.raises(ValueError, match="`lambda` is 'much'"):
         in_ta(states, merge_methods.PerGroupValues([0.4, "much"]))
+    weights = [dict.fromkeys(THREE, 1.0), dict.fromkeys(THREE, 2.0)]
+    with pytest.raises(ValueError, match="`weight` varies from tensor to tensor"):
+        in_ta(states, weight=merge_methods.PerGroupValues(weights))
+
+
+def test_two_tensors_of_one_name_in_memory() -> None:
+    pairs = torch.randn(2, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    entry, name = merge_methods.TensorEntry, merge_methods.TensorMetadata("w")
+    groups = [
+        merge_methods.TensorGroup((entry("base", base, is_base=True), entry("m", model)), name)
+        for base, model in pairs
+    ]
+    found = merge_methods.get("basis_ta")(groups, parameters={**NONE, "lambda": 1.0})
+    torch.testing.assert_close(torch.stack(found), pairs[:, 1])
 
 
 def test_modules_views_and_float64() -> None:
