@@ -268,7 +268,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("store/writer.py", "(store, new), (previous, store), (new, previous)",
          "(store, new), (previous, store)"),
         ("store/writer.py", "if not folder and", "if False and"),
-        ("store/writer.py", "if not _are_neighbours(now, other)", "if False"),
+        ("store/writer.py", "if not _is_state_of(store, previous)", "if False"),
     ],
     "test_store_safety.py -k 'weighted_task or keeps_its_meaning'": [
         ("store/export.py", "/ bases.weights[bases", "* bases.weights[bases"),
