@@ -117,11 +117,11 @@ def callback(original: Callable[..., Any]) -> Callable[..., Any]:
                 if count > 1 and not several:
                     remedy = "; mergekit-multi runs several" * (schema is MergeConfiguration)
                     raise UserError(f"{path}: {count} recipes, expected one{remedy}")
-                names = {d.get("name") for d in documents if isinstance(d, dict)} if several else ()
+                given = [d.get("name") for d in documents if isinstance(d, dict) and several]
                 for document in documents:  # all, before mergekit works on the first
                     _check_document(document, path, schema, several)
-                    for name, value in ((document or {}).get("parameters") or {}).items():
-                        if isinstance(value, str) and value in names:
+                    for name, value in (document.get("parameters") or {}).items():
+                        if isinstance(value, str) and value in given:
                             raise UserError(
                                 f"{path}: `{name}: {value}` is also the `name` of a document, "
                                 "which mergekit-multi replaces by its folder; rename the document"

@@ -39,6 +39,7 @@ from tvb_mergekit.plugin.sources import (
     Loaders,
     MappedLoader,
     candidate,
+    files_of,
     fresh_loaders,
     fused_folder,
     install_loader,
@@ -346,9 +347,9 @@ def _check_adapter(model: ModelReference, cache: str | None, dtype: torch.dtype 
     if not cache:
         raise UserError(f"model {model} has an adapter: give --lora-merge-cache DIR for its fusion")
     check_adapter_place(model.lora.path)
-    origin = origin_of(model)
-    for file, *_ in origin:
-        if os.path.basename(file).startswith("adapter_model."):
+    files = files_of(model)
+    for file in files:
+        if file.name.startswith("adapter_model."):
             Checkpoint.open(file)
     if os.path.isdir(model.model.path):
         check_embeddings(Checkpoint.open(model.model.path), Path(model.lora.path))
@@ -365,9 +366,9 @@ def _check_adapter(model: ModelReference, cache: str | None, dtype: torch.dtype 
     except UserError as error:
         raise UserError(f"{copy} was cut while it was written; delete it ({error})") from error
     if (record := fused / ORIGIN).is_file():
-        if json.loads(record.read_text(encoding="utf-8")) != origin:
+        if json.loads(record.read_text(encoding="utf-8")) != origin_of(files):
             raise UserError(f"{copy} is of another adapter or base, or of older ones; delete it")
-    elif any(os.path.getmtime(file) > written for file, *_ in origin):  # made by mergekit alone
+    elif any(file.stat().st_mtime > written for file in files):  # made by mergekit alone
         raise UserError(f"{copy} is older than the adapter or the base; delete it")
     if dtype and dtype not in {info.dtype for info in opened.tensors.values()}:
         raise UserError(f"{copy} is not in {dtype}, the --lora-merge-dtype; delete it")

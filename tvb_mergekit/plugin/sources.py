@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -209,13 +208,17 @@ def fused_folder(model: ModelReference, cache: str) -> Path:
     return Path(cache, f"{model.model._unique_id()}_{model.lora._unique_id()}")
 
 
-def origin_of(model: ModelReference) -> list[list[Any]]:
-    """Path, bytes and time of change of the local files that a fused copy is made of."""
+def files_of(model: ModelReference) -> list[Path]:
+    """The local files that a fused copy is made of."""
     assert model.lora is not None
     folders = (model.model.path, model.lora.path)
     files = [Path(folder, name) for folder in folders for name in weight_files(folder)]
-    files += [file for file in [Path(model.lora.path, CONFIG)] if file.is_file()]
-    return [[os.path.realpath(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    return files + [file for file in [Path(model.lora.path, CONFIG)] if file.is_file()]
+
+
+def origin_of(files: Sequence[Path]) -> list[list[Any]]:
+    """The record of these files; without folders, since a project may be moved with its copies."""
+    return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
 
 
 def install_loader(model: ModelReference, opened: Checkpoint | None) -> MappedLoader:
@@ -224,6 +227,7 @@ def install_loader(model: ModelReference, opened: Checkpoint | None) -> MappedLo
         stock = LoaderCache()
         fused = None if model.lora is None else fused_folder(model, str(stock.lora_cache_dir))
         new = fused is not None and not fused.exists()
+        origin = [] if fused is None else origin_of(files_of(model))  # before the files are read
         try:
             merged = model.merged(
                 cache_dir=stock.lora_cache_dir,
@@ -235,7 +239,7 @@ def install_loader(model: ModelReference, opened: Checkpoint | None) -> MappedLo
                 shutil.rmtree(fused, ignore_errors=True)
             raise
         if fused is not None and new:
-            write_file(fused / ORIGIN, json.dumps(origin_of(model)).encode())
+            write_file(fused / ORIGIN, json.dumps(origin).encode())
         opened = Checkpoint.open(merged.local_path(cache_dir=stock.hf_cache_dir))
     LoaderCache.loaders[model] = loader = MappedLoader(opened)
     return loader

@@ -302,7 +302,7 @@ class _Reader:
 def check_embeddings(base: Checkpoint, adapter: Path) -> None:
     """Raise UserError if an adapter changes embeddings that the base uses as its output layer too.
 
-    PEFT trains such an adapter on one of the two uses. No merge can hold that in one tensor.
+    PEFT trains one of the two uses, unless it is asked to tie them, and fuses into both.
     """
     file = base.folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -314,8 +314,8 @@ def check_embeddings(base: Checkpoint, adapter: Path) -> None:
     if speaks and tied and found:
         raise UserError(
             f"adapter {adapter}: `{found[0]}` changes the embeddings, which the base uses as its "
-            "output layer too, and PEFT trained it for one of the two uses: it has no merge. Give "
-            "the base an output layer of its own (`tie_word_embeddings: false`) for it"
+            "output layer too, and PEFT's fusion would apply it to both uses. Save the base with "
+            "`tie_word_embeddings: false` and an output layer that is a copy of the embeddings"
         )
 
 
