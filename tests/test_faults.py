@@ -137,6 +137,7 @@ RECIPES = {
     "no layers": Case(slices(ALL, deep=0), (r"`slices\[0\].sources\[0\].layer_range` is \[0, 0",)),
     "another base": Case(slices(ALL, base_model="./a"), (r"`slices\[0\].base_model` is ./a",)),
     "residual": Case(slices(ALL, residual_weight=0.5), (r"`slices\[0\].residual_weight` has no",)),
+    "short template": Case(recipe() | {"chat_template": "{{ m }}"}, ("`chat_template`", "20 char")),
     "all excluded": wrong({"exclude": "."}, "no tensor takes part", "exclude"),
     "dtype": wrong({}, "`?dtype`?", "bfloat17", "bfloat16", dtype="bfloat17"),
     # forgetting

@@ -492,6 +492,8 @@ def test_adapters_of_another_base(
     ):
         file = commands.write(recipe("basis_ta", base, models), tmp_path / "r")
         assert said in refused("check", file)
+    file = commands.write(recipe("basis_ta", math, [code]), tmp_path / "r")
+    assert "is a base and an adapter" in refused("build", file, tmp_path / "out")
     (tmp_path / "link").symlink_to(base)
     made = recipe("basis_ta", tmp_path / "link", [math, code], exclude="nothing")
     tvb("check", commands.write(made, tmp_path / "r"))  # two names of one base

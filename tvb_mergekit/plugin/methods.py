@@ -112,10 +112,11 @@ class BasisMethod(MergeMethod):
         check_tasks(tasks, [str(key) for key in ids])
         settings = resolve_settings(self.spec.name, given, tasks)
         weights = [bound[0]["weight"][key] for key in ids]
-        labels = list[str]()
-        for i, group in enumerate(groups):  # mergekit allows a name twice
+        names: dict[str, str] = {}  # label -> name: mergekit allows a name twice
+        for i, group in enumerate(groups):
             name = group.metadata.name or f"tensor {i}"
-            labels.append(f"{name} ({i})" if name in labels else name)
+            names[f"{name} ({i})" if name in names else name] = name
+        labels = [*names]
         counted = _counted_names(groups, labels)
         items = []
         for label, group, values in zip(labels, groups, bound, strict=True):

@@ -351,13 +351,14 @@ def _check_adapter(model: ModelReference, cache: str | None, dtype: torch.dtype 
     for file in files:
         if file.name.startswith("adapter_model."):
             Checkpoint.open(file)
-    if os.path.isdir(model.model.path):
-        check_embeddings(Checkpoint.open(model.model.path), Path(model.lora.path))
+    base = Checkpoint.open(model.model.path) if os.path.isdir(model.model.path) else None
+    if base is not None:
+        check_embeddings(base, Path(model.lora.path))
     fused = fused_folder(model, cache)
     if not fused.exists():
-        if os.path.isdir(model.model.path):
-            base = Checkpoint.open(model.model.path).tensors.values()
-            check_disk(cache, sum(i.numel * (dtype or i.dtype).itemsize for i in base))
+        if base is not None:
+            infos = base.tensors.values()
+            check_disk(cache, sum(i.numel * (dtype or i.dtype).itemsize for i in infos))
         return
     copy = f"model {model}: its fused copy in {fused}"
     try:

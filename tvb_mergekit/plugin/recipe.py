@@ -191,7 +191,8 @@ def _check_output(config: Any) -> None:
         if name is not None and name.removeprefix("torch.") not in DTYPES:
             raise UserError(f"`{key}` is {shown(name)}: expected one of {', '.join(DTYPES)}")
     template = getattr(config, "chat_template", None)
-    jinja = template and len(template) >= 20 and re.search("{[{%]", template)  # as mergekit asks
+    # mergekit refuses shorter ones, but only after the merge.
+    jinja = template and len(template) >= 20 and re.search("{[{%]", template)
     if template and template != "auto" and not jinja:
         files = importlib.resources.files("mergekit._data.chat_templates").iterdir()
         known = sorted(f.name.removesuffix(".jinja") for f in files if f.name.endswith(".jinja"))

@@ -144,11 +144,11 @@ def undo_change(path: str | os.PathLike[str]) -> Bases:
     """Swap a store and its previous state, which must be there. A second call swaps them back."""
     store = Path(os.path.realpath(path))
     with changing(path) as writer:
-        read_store_facts(store)
+        read_store_facts(store)  # raises without a store
         previous, new = next_to(store, "previous"), writer.folder
         if not previous.is_dir():
             raise UserError(f"{path}: nothing to undo: {previous} does not exist")
-        load(previous)
+        load(previous)  # raises if it is damaged
         writer.discard()
         for place in (store, previous):  # an interrupted change left it; it means an unfinished one
             (place / MARK).unlink(missing_ok=True)

@@ -40,6 +40,7 @@ _NOT_PLAIN = (
 # All others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA, MiCA) change the base when PEFT loads them.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
+# Architectures with an output layer over tokens, and the names of the two uses of tied embeddings
 _SPEAKING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _INPUT = re.compile(r"\b(embed_tokens|embed_in|wte|word_embeddings|shared)\.")
 _OUTPUT = re.compile(r"\b(lm_head|embed_out)\.")

@@ -139,7 +139,7 @@ class Lossless(Decoded):
         if base is None and form == UNITS:
             base = self._base(name, block, len(theta))
         if not decode(form, stored, base, theta) or _checksum(theta) != checksum:
-            if base is None:
+            if form != UNITS:
                 raise self.damaged(name)
             raise UserError(
                 f"{self.damaged(name)}. Or the base is another one than at the build, "

@@ -142,15 +142,15 @@ class Codes(Decoded):
         from tvb_mergekit.tensors import codes  # imports numba, which takes long
 
         low, high = self.blocks_of(name, start, stop)
-        blocks = self.blocks(name, start, stop, torch.empty(high - low, dtype=torch.uint8))
+        blocks = self.stored.read(name, low, high, torch.empty(high - low, dtype=torch.uint8))
         skipped = start % width.group
         codes.decode(blocks, width, self.unit, skipped, skipped + len(chunk), chunk)
         return chunk
 
     def packed(self, name: str) -> Packed:
-        return Packed(partial(self.blocks, name), self.unit, self.widths[name])
+        return Packed(partial(self._blocks, name), self.unit, self.widths[name])
 
-    def blocks(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
+    def _blocks(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
         return self.stored.read(name, *self.blocks_of(name, start, stop), out)
 
     def blocks_of(self, name: str, start: int, stop: int) -> tuple[int, int]:
