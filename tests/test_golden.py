@@ -1,0 +1,122 @@
+"""Merged weights as they were before the rebuild: method x basis x source, and every recipe.
+
+`golden.json` has a row of each merge: the norms of the base and of the change, and the products of
+the change with PROBES fixed random directions. Rows may differ by 1e-6 of the change's norm, and by
+the rounding of float32 weights, 2^-24 of the base's norm.
+`python tests/test_golden.py` writes the table anew; a commit that does so says why weights changed.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from commands import merge, recipe
+from tiny import load
+from worlds import FAMILIES, Models, World
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = Path(__file__).with_name("golden.json")
+PROBES, CLOSE = 3, 1e-6
+METHODS: dict[str, dict[str, Any]] = {
+    "basis_ta": {},
+    "basis_ties": {"density": 0.3},
+    "basis_iso": {},
+    "basis_tsvm": {},
+    "basis_wudi": {"flow_time": 30},
+    "basis_negate": {"forget": "code", "alpha": 0.7, "lambda": 0.3},
+}
+BASES = {name: {"basis": name, "num_bases": 2} for name in ("balanced", "groups", "pca")}
+BASES |= {"rand_select": {"basis": "rand_select", "num_bases": 2}, "none": {"basis": "none"}}
+BASES |= {n: {"basis": n, "num_bases": 2, "steps": 300} for n in ("ae", "linear_ae")}
+SOURCES = ("llama", "bf16", "mixed adapters", "store of balanced", "store of all")
+# The models of recipes for the Hub are not there: small ones stand for them.
+STAND_INS = {"mergebench": "bf16", "mistral": "mixed adapters", "smollm2": "mixed adapters"}
+
+
+def names() -> Iterator[str]:
+    for source in SOURCES:
+        for method in METHODS:
+            for basis in [""] if source.startswith("store") else BASES:
+                yield f"{source} | {method} | {basis}"
+    for path in sorted([*(ROOT / "recipes").glob("*.yml"), ROOT / "recipes/smollm2/merge.yml"]):
+        if "energy" not in path.name:  # a key that goes, with its recipe
+            yield str(path.relative_to(ROOT))
+
+
+def planned(name: str, world: World) -> dict[str, Any]:
+    if not name.endswith(".yml"):
+        source, method, basis = name.split(" | ")
+        models, keys = world(source), METHODS[method] | BASES.get(basis, {})
+        return recipe(method, models.base, models.listed, models.own, **keys)
+    made: dict[str, Any] = yaml.safe_load((ROOT / name).read_text())
+    for place, source in STAND_INS.items():
+        if place in name:
+            models = world(source)
+            tasks = [m.get("parameters", {}).get("task") for m in made["models"]]
+            listed = [str(path) for path in models.listed]
+            made["models"] = [{"model": m} for m in listed[: len(tasks)]]
+            made["base_model"], made["dtype"] = str(models.base), "float32"
+            if "forget" in made["parameters"]:
+                made["parameters"]["forget"] = models.tasks[tasks.index("coding")]
+            made["parameters"]["num_bases"] = min(2, len(listed) - 1)
+    return made
+
+
+def row(name: str, world: World, out: Path) -> dict[str, float | list[float]]:
+    """What the table says of a merge."""
+    made = planned(name, world)
+    adapters = "+" in made["models"][0]["model"]
+    more = ("--lora-merge-cache", str(out / "cache"), "--lora-merge-dtype", "float32")
+    merged = merge(made, out / "merged", *(more if adapters else ())).tensors
+    base = load(Path(made["base_model"]))
+    change = {n: merged[n].double() - base[n].double() for n in sorted(base) if n in merged}
+    norm = float(sum(delta.square().sum() for delta in change.values())) ** 0.5
+    probes = torch.zeros(PROBES, dtype=torch.float64)
+    for tensor, delta in change.items():
+        generator = torch.Generator().manual_seed(zlib.crc32(tensor.encode()))
+        probe = torch.randn(PROBES, delta.numel(), dtype=torch.float64, generator=generator)
+        probes += probe @ delta.reshape(-1)
+    size = float(sum(tensor.double().square().sum() for tensor in base.values())) ** 0.5
+    return {"base": size, "norm": norm, "probes": probes.tolist()}
+
+
+@cache
+def table() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(TABLE.read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", names())
+def test_merges_are_those_of_before(name: str, world: World, tmp_path: Path) -> None:
+    expected = table()[name]
+    os.chdir(ROOT)
+    found = row(name, world, tmp_path)
+    limit = CLOSE * expected["norm"] + 2.0**-24 * expected["base"]
+    assert abs(found["norm"] - expected["norm"]) <= limit
+    assert found["probes"] == pytest.approx(expected["probes"], rel=0, abs=3 * limit)
+
+
+def main() -> None:
+    os.chdir(ROOT)
+    with tempfile.TemporaryDirectory() as folder:
+        made: Callable[[str], Models] = cache(
+            lambda name: FAMILIES[name](Path(folder, name.replace(" ", "-")))
+        )
+        rows = {}
+        for number, name in enumerate(names()):
+            print(name, file=sys.stderr)
+            rows[name] = row(name, made, Path(folder, f"out{number}"))
+    TABLE.write_text(json.dumps(rows, indent=0) + "\n")
+
+
+if __name__ == "__main__":
+    main()
