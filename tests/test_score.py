@@ -146,7 +146,6 @@ CATEGORIES = "instruction math multilingual coding safety"
     ("name", "categories", "tasks", "metric"),
     [
         ("mergebench", CATEGORIES, 21, "score,none"),
-        ("mini", CATEGORIES, 10, "score,none"),
         ("mergebench_keyword", "safety", 4, "score,keyword"),
         ("quickstart", "copy reverse sort upper shift max double sum", 8, "exact_match,none"),
     ],
@@ -440,7 +439,7 @@ def test_mistakes_are_one_line(small: Path, monkeypatch: pytest.MonkeyPatch) -> 
         Path(name).write_text(text)
     Path("empty").mkdir()
     write_results("date.json", {"add": 0.5}, date="May")  # type: ignore[arg-type]
-    write_results("two.json", {"mini_math_add": 0.5, "mergebench_gsm8k": 0.5})
+    write_results("two.json", {"quickstart_copy": 0.5, "mergebench_gsm8k": 0.5})
     write_results("big.json", {"add": 37.5})
     write_results("less.json", {"add": 0.5}, higher_is_better={"add": {"score": False}})
     column = {"label": "", "kind": "model", "tasks": {"add": math.nan}}
@@ -459,8 +458,8 @@ def test_mistakes_are_one_line(small: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("=ta",): "`=ta`: expected NAME=PATH, or a path",
         ("ta",): "belong to no known benchmark .add, sub, run.: say which with --benchmark",
         ("two.json",): "belong to more than one benchmark",
-        ("ta", "--benchmark", "minni"): "expected mergebench, mergebench_keyword, mini, quick",
-        ("ta", "--benchmark", "mini"): "ta: expected mini_instruction_format, .* found add, sub",
+        ("ta", "--benchmark", "quick"): "expected mergebench, mergebench_keyword, quickstart",
+        ("ta", "--benchmark", "quickstart"): "ta: expected quickstart_copy, .* found add, sub",
         ("ta", "--benchmark", "version.yml"): "`format_version`: Input should be 1 .found 2.",
         ("ta", "--benchmark", "deeper.yml"): "is not a benchmark: `categories.0.tasks.0.lab",
         ("ta", "--benchmark", "twice.yml"): "add is in it twice",

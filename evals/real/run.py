@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import random
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -122,11 +121,6 @@ class Run(run.Run):
         with autocast(self.model.device, exact):
             logits, tokens = predict(call, [e for _, e in self.pack(docs)], self.model.device)
         return cross_entropy(logits.float(), tokens)
-
-    def stream(self, task: str, seed: str, size: int) -> Iterator[list[Doc]]:
-        rng, docs = random.Random(seed), self.items(task, "train")
-        while True:
-            yield rng.sample(docs, size)
 
     def losses(self, weights: Mapping[str, Tensor], task: str, items: int) -> float:
         """The mean loss of a token of the test answers."""

@@ -96,14 +96,12 @@ def bar(axes: Axes, place: float, cell: Spread | None, **how: Any) -> None:
 
 
 def by_size(
-    text: str, panels: Mapping[str, Mapping[str, Row]], key: str, label: str, columns: int = 2,
-    below: Sequence[str] = (),
+    text: str, panels: Mapping[str, Mapping[str, Row]], key: str, label: str,
 ) -> bytes | None:  # fmt: skip
     """Draw a line along M for each row, and a dashed one for a row of one M.
 
     Args:
         panels: title -> the rows of a panel. Rows of one place look alike in all panels.
-        below: labels of the x axes; M by default.
 
     Returns: the picture, or None if no row has several M.
     """
@@ -113,13 +111,12 @@ def by_size(
 
     if all(len(sizes(records)) < 2 for rows in panels.values() for _, records in rows.values()):
         return None
-    across = min(columns, len(panels))
+    across = min(2, len(panels))
     down = -(-len(panels) // across)
     with styled():
-        figure, every = page(down, across, 1 + 3.2 * down, sharex=not below, sharey=True)
-        labels = below or ["M"] * len(panels)
-        for axes, (heading, rows), low in zip(every, panels.items(), labels, strict=False):
-            axes.set(title=heading, xlabel=low)
+        figure, every = page(down, across, 1 + 3.2 * down, sharex=True, sharey=True)
+        for axes, (heading, rows) in zip(every, panels.items(), strict=False):
+            axes.set(title=heading, xlabel="M")
             axes.tick_params(labelbottom=True)
             ticks = set[int]()
             for place, (name, (value, records)) in enumerate(rows.items()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -73,10 +73,6 @@ class Run(ABC):
 
         `exact` computes in float32, if a faster dtype is usual.
         """
-
-    @abstractmethod
-    def stream(self, task: str, seed: str, size: int) -> Iterator[list[Doc]]:
-        """Batches of training items, without end."""
 
     def own(self, weights: Mapping[str, Tensor]) -> float | None:
         """What is left of the base's own abilities, if the run has a measure of it."""
@@ -187,7 +183,7 @@ def used(run: Run, cell: Cell) -> int:
 
 
 def built(run: Run, cell: Cell) -> tvb_mergekit.Bases:
-    label = cell["basis"].removesuffix("_turned")
+    label = cell["basis"]
     size = {} if label == "none" else {"num_bases": cell["num_bases"], "seed": cell["seed"]}
     return tvb_mergekit.build(
         run.base, run.models, dtype=torch.float32, device=run.device, **settings(label), **size

@@ -43,16 +43,9 @@ NAMES = {  # of labels that do not speak for themselves; the others are names of
     "ae_exact": "ae, exact",
     "ae_annealed": "ae, Adam, annealed x0.8",
     "plain": "the task vector itself",
-    "ascent": "gradient ascent",
     "base": "base, zero-shot",
     "finetune": "fine-tuned on the examples",
-    "tvq_4": "TVQ, 4 bits",
-    "tvq_3": "TVQ, 3 bits",
-    "tvq_2": "TVQ, 2 bits",
-    "rtvq": "RTVQ, mean at 3 bits, offsets at 2",
-    "bitdelta": "BitDelta, not distilled",
     "bitdelta_projections": "BitDelta, embeddings and norms in bfloat16",
-    "deltatensors_int4": "deltatensors, int4",
     "deltatensors_quantized": "deltatensors, quantized",
     "svd_1": "SVD, 1 bit",
     "svd_0.25": "SVD, 0.25 bits",
@@ -63,15 +56,12 @@ NAMES = {  # of labels that do not speak for themselves; the others are names of
 }
 BASES = ("none", "balanced", "groups", "ae_exact", "ae_adam_5", "ae_adam_1", "ae_annealed",
          "linear_ae", "pca", "rand_select")  # fmt: skip
-NEGATION = ("plain", "ascent", "rand_proj", *BASES)
-TRANSFER = ("base", "finetune", "none", "none_subsample", *BASES[1:],
-            *(f"{label}_turned" for label in BASES[1:]))  # fmt: skip
+NEGATION = ("plain", "rand_proj", *BASES)
+TRANSFER = ("base", "finetune", "none", "none_subsample", *BASES[1:])
 BUFFERS = {"ae": "ae", "rand_select": "random buffer"}
 
 
 def name(label: str, count: int | None = None) -> str:
-    if label.endswith("_turned"):
-        return f"{name(label.removesuffix('_turned'))}, made orthogonal" + name("", count)
     temperature = label.removeprefix("ae_adam_")
     text = label if temperature == label else f"ae, Adam, t = {temperature}"
     all_of_them = count is None or label in ("none", "plain", "base", "finetune")
@@ -83,7 +73,7 @@ def tested(merge: str, scale: str = "tasks") -> tuple[str, ...]:
 
 
 def outcome(record: Record) -> dict[str, Any]:
-    """Scores of the best and of the fixed lambda, and of items, of any kind of merge."""
+    """Scores of the best lambda, and of items, of any kind of merge."""
     result: dict[str, Any] = record["result"]
     if record["cell"]["kind"] == "learned":
         return {"tuned": result["test"], "items": result.get("each")}
@@ -91,9 +81,9 @@ def outcome(record: Record) -> dict[str, Any]:
     return {"tuned": summed} if summed else result
 
 
-def scored(runs: Runs, key: str = "tuned") -> Value:
-    """The normalized accuracy of a merge, with the best or the fixed lambda."""
-    return lambda record: over(runs.shares(record, outcome(record).get(key) or {}), runs.tasks)
+def scored(runs: Runs) -> Value:
+    """The normalized accuracy of a merge with the best lambda."""
+    return lambda record: over(runs.shares(record, outcome(record).get("tuned") or {}), runs.tasks)
 
 
 def forgotten(runs: Runs, key: str) -> Value:
@@ -134,21 +124,13 @@ def by_basis(runs: Runs, kind: str, labels: Iterable[str], **wanted: Any) -> Row
     }
 
 
-def by_size(
-    runs: Runs, kind: str, value: Value, key: str = "num_bases", none: str = "no bases"
-) -> dict[str, Column]:
-    """A column for each M."""
-    sizes = runs.having(kind, key)
-    return {none if m is None else f"M = {m}": Column(value, wanted={key: m}) for m in sizes}
-
-
 # ------------------------------------------------------------------------------------------ tables
 
 
 def specialists(runs: Runs) -> list[Sheet]:
     """The scores of the base, the specialists and their sum, with a paired test of the first."""
     references = runs.find("reference")
-    sums = runs.find("addition", basis="none") or runs.find("matrices", how="ta", basis="none")
+    sums = runs.find("matrices", how="ta", basis="none")
 
     def p(task: str) -> Spread | None:
         both = [dig(found, "items") for found in runs.reference.values()]
@@ -188,7 +170,6 @@ def merges(runs: Runs) -> list[Sheet]:
         "normalized": Column(scored(runs)),
         "p": Column(form=".2g", of=lambda records: p_value(runs, records, sums)),
         "lambda": Column(lambda r: outcome(r).get("lambda"), ".2f"),
-        "default lambda": Column(scored(runs, "fixed")),
         "default over best": Column(share),
         "length": Column(lambda r: outcome(r).get("length", 0) / sizes[r["train_seed"]] or None
                          if r["train_seed"] in sizes else None, ".2f"),
@@ -205,8 +186,6 @@ def merges(runs: Runs) -> list[Sheet]:
     titles = {how: merge.title for how, merge in MERGES.items()}
     made += over_bases(runs, "Merges of matrices and sums, the best lambda", "matrices", titles)
     titles = {how: f"{merge.title} at {merge.fixed:g}" for how, merge in MERGES.items()}
-    caption = "Merges of matrices and sums, the default lambda"
-    made += over_bases(runs, caption, "matrices", titles, scored(runs, "fixed"))
     caption = "The default lambda's share of the best score on validation items"
     return made + over_bases(runs, caption, "matrices", titles, share, "share")
 

@@ -148,17 +148,12 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Sheet:
-    """One table.
-
-    Attributes:
-        best_but: the best of each column is bold, except in this row; None: nothing is bold.
-    """
+    """One table."""
 
     caption: str
     columns: Mapping[str, Column]
     rows: dict[str, list[Spread | None]]
     corner: str = "method"
-    best_but: str | None = None
     facts: dict[str, float | int | None] = field(default_factory=dict)
     note: str = ""
 
@@ -174,21 +169,13 @@ class Sheet:
         ]
         for row, cells in self.rows.items():
             texts = []
-            for place, (cell, column) in enumerate(zip(cells, self.columns.values(), strict=True)):
+            for cell, column in zip(cells, self.columns.values(), strict=True):
                 text = format(cell.mean, column.form) if cell else "-"
-                if row != self.best_but and text == self._best(place, column.form):
-                    text = f"**{text}**"
                 if cell and cell.sd is not None and column.sd:
                     text += f" ± {cell.sd:{column.form}}"
                 texts.append(text + (f" (n={cell.n})" if cell and cell.n != counts[row] else ""))
             lines.append(f"| {row} | {' | '.join(texts)} |")
         return "\n".join([*lines, *(["", self.note] if self.note else []), ""])
-
-    def _best(self, place: int, form: str) -> str | None:
-        """As text, so that equal texts are equally good. None if nothing is compared."""
-        cells = [cells[place] for row, cells in self.rows.items() if row != self.best_but]
-        means = [cell.mean for cell in cells if cell]
-        return format(max(means), form) if self.best_but and len(means) > 1 else None
 
     def plain(self) -> dict[str, Any]:
         rows = {

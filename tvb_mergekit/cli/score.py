@@ -43,7 +43,7 @@ from tvb_mergekit.errors import UserError
 @flag("--show-reference", help="Show the reference's other columns too.")
 @place(
     "--benchmark",
-    metavar="mergebench|mergebench_keyword|mini|quickstart|FILE",
+    metavar="mergebench|mergebench_keyword|quickstart|FILE",
     help="By default that of the tasks in the files. FILE lists tasks: docs/tune-and-score.md.",
 )
 @repeatable("--metric", "metrics", metavar="TASK:METRIC", help="As METRIC,FILTER. Repeatable.")

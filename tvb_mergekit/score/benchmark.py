@@ -19,7 +19,7 @@ from tvb_mergekit.errors import UserError, listed, one_line
 from tvb_mergekit.settings import hint
 
 HERE = Path(__file__).parent
-SHIPPED = ("mergebench", "mergebench_keyword", "mini", "quickstart")
+SHIPPED = ("mergebench", "mergebench_keyword", "quickstart")
 RUN = "--model hf --model_args pretrained=MODEL --output_path OUT"
 Described = TypeVar("Described")
 

@@ -1,9 +1,8 @@
 """What can be measured of any run: a function for each kind of cell.
 
-addition   references; merges by sums on the paper's grid
+addition   references, and the search along a merge
 matrices   merges of matrices beside sums, along lambda, and of one vector online
 negation   each task forgotten from the sum
-online     tasks that arrive one by one
 learned    merges that learn from data
 transfer   few-shot transfer to tasks without a specialist
 stores     task vectors as codes, bases and by rivals
@@ -17,12 +16,11 @@ from study.kinds import (
     learned,
     matrices,
     negation,
-    online,
     stores,
     theirs,
     theory,
     transfer,
 )
 
-PARTS = (addition, learned, matrices, negation, online, stores, theirs, theory, transfer)
+PARTS = (addition, learned, matrices, negation, stores, theirs, theory, transfer)
 KINDS: dict[str, Measure] = {kind: of for part in PARTS for kind, of in part.KINDS.items()}

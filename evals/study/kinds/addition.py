@@ -1,4 +1,4 @@
-"""Cells of addition: references, and merges with the best coefficient on validation items.
+"""References, and the best coefficient of merges on validation items.
 
 The library builds and merges, as a user would. A coefficient only multiplies what a merge adds to
 the base. So one merge with coefficient 1 gives the direction of the search.
@@ -14,11 +14,9 @@ from torch import Tensor
 
 import tvb_mergekit
 from study.cells import Cell
-from study.run import Run, Weights, built, difference, means, used
+from study.run import Run, difference, means, used
 from tvb_mergekit.tune import search
 from tvb_mergekit.tune.search import DIGITS
-
-GRID = tuple(i / 20 for i in range(21))  # the paper's, of lambda and of alpha
 
 
 def reference(run: Run, cell: Cell) -> dict[str, Any]:
@@ -118,19 +116,12 @@ def start_of(cell: Cell) -> int | None:
     return int(cell["lambdas"].index(cell["start"]))
 
 
-def addition(run: Run, cell: Cell) -> dict[str, Any]:
-    bases = built(run, cell)
-    return {"merges": {merge: merged(run, cell, bases, merge) for merge in cell["merges"]}}
-
-
 def merged(
     run: Run, cell: Cell, bases: tvb_mergekit.Bases, merge: str, base: Any = None
 ) -> dict[str, Any]:
-    """One merge, such as `ta` or `wudi_30`, with its coefficient searched on three scales.
+    """One merge, such as `ta` or `wudi_30`, with its coefficient searched on two scales.
 
-    `bases` and `tasks` are the recipe's `lambda_scale`. `decoder` is not in the paper: it adds up
-    the reconstructed task vectors, B (W_d 1), so the encoder's row sums do not matter; PCA has its
-    mean in it.
+    `bases` and `tasks` are the recipe's `lambda_scale`.
     """
     method, _, time = merge.partition("_")
     keys: dict[str, Any] = {"flow_time": float(time)} if time else {}
@@ -142,15 +133,10 @@ def merged(
     )  # fmt: skip
     moving = Direction(run, difference(moved, run.base))
     directions = {"bases": (1.0, moving), "tasks": (len(run.tasks) / bases.num_bases, moving)}
-    if merge == "ta" and bases.basis == "none":
-        directions["decoder"] = (1.0, moving)
-    elif merge == "ta" and "decoder" in cell.get("scales", ["decoder"]):
-        rebuilt = combined(run, bases.reconstruction(run.tasks).sum(1), bases.sources)
-        directions["decoder"] = (1.0, Direction(run, rebuilt))
     scales = {}
     for scale in cell.get("scales", directions):
         factor, direction = directions[scale]
-        grid = [by * factor for by in cell.get("lambdas", GRID)]
+        grid = [by * factor for by in cell["lambdas"]]
         best, found = direction.search(grid, run.tasks, used(run, cell), start_of(cell))
         test = direction.scores(best, "test", run.tasks, cell["tested"])
         items = {"items": itemized(cell, test)} if cell.get("itemized") else {}
@@ -159,10 +145,4 @@ def merged(
     return {"items": used(run, cell), "scales": scales}
 
 
-def combined(run: Run, by: Tensor, vectors: Iterable[Any]) -> Weights:
-    terms = zip(by.tolist(), vectors, strict=True)
-    moved = run.shifted(*((c, {n: v.tensor(n) for n in v.tensors}) for c, v in terms))
-    return difference(moved, run.base)
-
-
-KINDS = {"reference": reference, "addition": addition}
+KINDS = {"reference": reference}

@@ -136,12 +136,10 @@ def matrices(run: Run, cell: Cell) -> dict[str, Any]:
         asked = "test", run.tasks, cell["tested"]
         each = itemized(cell, along.scores(best, *asked))
         merges[how] = {"lambda": best, "curve": curve, "tuned": along.accuracy(best, *asked)}
-        if "start" not in cell:
-            merges[how]["fixed"] = along.accuracy(fixed, *asked)
-        else:  # validation items are cheaper
-            scores = [mean_score(along.accuracy(by, "validation", run.tasks, items), run.tasks)
-                      for by in (fixed, best)]  # fmt: skip
-            merges[how]["fixed_share"] = scores[0] / scores[1] if scores[1] else 0.0
+        # The default's share of the best, on validation items, which are cheaper
+        scores = [mean_score(along.accuracy(by, "validation", run.tasks, items), run.tasks)
+                  for by in (fixed, best)]  # fmt: skip
+        merges[how]["fixed_share"] = scores[0] / scores[1] if scores[1] else 0.0
         if each:
             merges[how] |= {"items": each, "length": norm(along.vector)}
     return {"items": items, "merges": merges}
@@ -169,8 +167,7 @@ def matrices_online(run: Run, cell: Cell) -> dict[str, Any]:
 def held(run: Run, cell: Cell, order: Sequence[str]) -> tvb_mergekit.Bases:
     """The bases, or the task vectors, that a buffer holds in the end."""
     if cell["how"] == "rand_select":
-        *_, kept = kept_tasks(cell, order)
-        models = {task: run.models[task] for task in kept}
+        models = {task: run.models[task] for task in kept_tasks(cell, order)}
         return tvb_mergekit.build(run.base, models, basis="none", device=run.device)
     annealed = {"anneal_every": 500, "anneal_factor": 0.8} if cell["annealed"] else {}
     *_, bases = algorithm_1(run, cell, order, **annealed)
@@ -185,8 +182,7 @@ def _sum(run: Run, order: Sequence[str]) -> tuple[Weights, Sequence[float]]:
 
 
 def _magmax(run: Run, order: Sequence[str]) -> tuple[Weights, Sequence[float]]:
-    *_, (vector, _) = magmax(run, {}, order)
-    return vector, (0.3, 0.5, 1.0)
+    return magmax(run, order), (0.3, 0.5, 1.0)
 
 
 def _ties(run: Run, order: Sequence[str], added: bool) -> tuple[Weights, Sequence[float]]:

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
-
 import tvb_mergekit
 from study.cells import Cell
-from study.kinds.addition import GRID, mean_score
+from study.kinds.addition import mean_score
 from study.kinds.matrices import direction
 from study.run import Run, Weights, built, difference, norm
 from tvb_mergekit.tune import search
 
 KEPT = 0.95  # of the control score
-ASCENT = 1e-3  # the longest step of gradient ascent, over the base's norm
 
 
 def negation(run: Run, cell: Cell) -> dict[str, Any]:
     return forget(run, cell, _forgetting(run, cell))
 
 
-def forget(run: Run, cell: Cell, vector_of: Callable[[str], Weights] | None) -> dict[str, Any]:
-    """Forget each task, by gradient ascent or a vector to subtract.
+def forget(run: Run, cell: Cell, vector_of: Callable[[str], Weights]) -> dict[str, Any]:
+    """Forget each task, by a vector to subtract.
 
     The paper forgets from the pretrained model, and asks a control task to keep 95 %. This base
     answers wrong to begin with, so a task is forgotten from the base and all task vectors, summed
@@ -42,18 +39,10 @@ def forget(run: Run, cell: Cell, vector_of: Callable[[str], Weights] | None) -> 
     tasks = {}
     for task in run.tasks:
         others = [other for other in run.tasks if other != task]
-        error = None
+        vector, true = vector_of(task), run.task_vector(task)
+        error = norm(difference(vector, true)) / norm(true)
         states: dict[float, Callable[[], Weights]]
-        if vector_of is None:
-            path = enumerate(_ascent(run, shipped, task))
-            states = {step: partial(dict, weights) for step, weights in path}
-        else:
-            vector, true = vector_of(task), run.task_vector(task)
-            error = norm(difference(vector, true)) / norm(true)
-            states = {
-                alpha: partial(_without, shipped, vector, alpha)
-                for alpha in cell.get("alphas", GRID)
-            }
+        states = {alpha: partial(_without, shipped, vector, alpha) for alpha in cell["alphas"]}
         alpha = _most_forgotten(run, states, task, cell["items"])
         after = run.accuracy(states[alpha](), "test", run.tasks, cell["tested"])
         tasks[task] = {
@@ -87,27 +76,12 @@ def _most_forgotten(
     return search.most_forgotten(list(states), target, control, KEPT)
 
 
-def _forgetting(run: Run, cell: Cell) -> Callable[[str], Weights] | None:
-    """task -> the vector to subtract; None for gradient ascent."""
-    if cell["basis"] == "ascent":
-        return None
+def _forgetting(run: Run, cell: Cell) -> Callable[[str], Weights]:
+    """task -> the vector to subtract."""
     if cell["basis"] == "plain":
         return run.task_vector
     bases = built(run, cell)
     return lambda task: difference(tvb_mergekit.reconstruct(bases, run.base, task), run.base)
-
-
-def _ascent(run: Run, weights: Weights, task: str) -> Iterator[Weights]:
-    """The weights after 0, 1 ... 20 steps of raising the loss on the task's training items."""
-    moving = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
-    optimizer = torch.optim.SGD(moving.values(), ASCENT * norm(run.base), maximize=True)
-    source = run.stream(task, f"ascent/{task}", 32)
-    for _ in GRID:
-        yield {name: tensor.detach().clone() for name, tensor in moving.items()}
-        optimizer.zero_grad()
-        run.loss(moving, next(source)).backward()
-        torch.nn.utils.clip_grad_norm_(moving.values(), 1.0)
-        optimizer.step()
 
 
 KINDS = {"negation": negation}

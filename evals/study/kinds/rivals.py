@@ -29,30 +29,6 @@ class Missing(Exception):
     """A package that is not installed, and how to install it."""
 
 
-def tvq(vectors: Sequence[Vector], bits: int) -> Kept:
-    """TVQ: each tensor of each task vector between its least and its largest element.
-
-    Source: Kim et al., "Task Vector Quantization for Memory-Efficient Model Merging", ICCV 2025
-    (arXiv 2503.06921), asymmetric quantization: step D = (max - min) / (2^b - 1), zero point
-    z = -round(min / D), code q = clamp(round(x / D) + z, 0, 2^b - 1), and D (q - z) comes back. The
-    codes are counted packed, and four bytes each for D and z.
-    """
-    found = [{name: _min_max(tensor, bits) for name, tensor in v.items()} for v in vectors]
-    return _kept(found)
-
-
-def rtvq(vectors: Sequence[Vector], base_bits: int, bits: int) -> Kept:
-    """RTVQ, of the same paper: the mean of the task vectors by TVQ at `base_bits`; then, by TVQ at
-    `bits`, the offset of each task vector from that decoded mean (error correction)."""
-    names = vectors[0]
-    mean = {name: torch.stack([v[name] for v in vectors]).mean(0) for name in names}
-    base = tvq([mean], base_bits)
-    (shared,) = base.vectors
-    offsets = tvq([{name: v[name] - shared[name] for name in names} for v in vectors], bits)
-    whole = [{name: shared[name] + v[name] for name in names} for v in offsets.vectors]
-    return Kept(whole, base.nbytes + offsets.nbytes)
-
-
 def bitdelta(vectors: Sequence[Vector], coded: Callable[[str], bool] = lambda name: True) -> Kept:
     """BitDelta without its distillation: the signs of a tensor times its mean magnitude.
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import tvb_mergekit
 from study.cells import Cell
 from study.kinds import rivals
-from study.kinds.addition import GRID, merged
+from study.kinds.addition import merged
 from study.kinds.negation import forget
 from study.run import Run, Weights, difference, norm, settings
 from tvb_mergekit.store.api import open_model
@@ -30,13 +30,7 @@ from tvb_mergekit.tensors.adapter import WEIGHTS
 from tvb_mergekit.tensors.factoring import Truncation
 
 RIVALS: dict[str, Callable[..., rivals.Kept]] = {
-    "tvq_4": partial(rivals.tvq, bits=4),
-    "tvq_3": partial(rivals.tvq, bits=3),
-    "tvq_2": partial(rivals.tvq, bits=2),
-    "rtvq": partial(rivals.rtvq, base_bits=3, bits=2),
-    "bitdelta": rivals.bitdelta,
     "bitdelta_projections": partial(rivals.bitdelta, coded=rivals.is_projection),
-    "deltatensors_int4": partial(rivals.deltatensors, strategy="int4"),
     "deltatensors_quantized": partial(rivals.deltatensors, strategy="quantized"),
     "svd_1": partial(rivals.svd, bits=1),
     "svd_0.25": partial(rivals.svd, bits=0.25),
@@ -75,23 +69,18 @@ def measure(run: Run, cell: Cell) -> dict[str, Any]:
             for model in [run.shifted((1.0, decoded(task)))]
         }
         result["merges"] = {m: merged(run, cell, bases, m, base) for m in cell["merges"]}
-        forgetting = cell.get("alphas", GRID)
-        return result | (forget(run, cell, decoded) if forgetting else {})
+        return result | (forget(run, cell, decoded) if cell["alphas"] else {})
 
 
 def _theirs(run: Run, how: str, place: Path) -> tuple[tvb_mergekit.Bases, int]:
     """Bases over the decoded vectors, as if of other models; and the bytes."""
-    together = how == "rtvq"  # its mean needs all of them
     more = {"share": 1 / len(run.tasks)} if how == "tsvc" else {}
-    groups = [run.tasks] if together else [(task,) for task in run.tasks]
     models, nbytes = dict[str, Path](), 0
-    for tasks in groups:
-        vectors = [run.task_vector(task) for task in tasks]
-        kept = RIVALS[how]([{n: each.cpu() for n, each in v.items()} for v in vectors], **more)
+    for task in run.tasks:
+        kept = RIVALS[how]([{n: each.cpu() for n, each in run.task_vector(task).items()}], **more)
         nbytes += kept.nbytes
-        for task, vector in zip(tasks, kept.vectors, strict=True):
-            models[task] = place / f"{task}.safetensors"
-            save_file(run.shifted((1.0, vector)), models[task])
+        models[task] = place / f"{task}.safetensors"
+        save_file(run.shifted((1.0, kept.vectors[0])), models[task])
     return tvb_mergekit.build(run.base, models, basis="none", device=run.device), nbytes
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from study.cells import Cell
-from study.kinds.addition import combined
 from study.run import Doc, Run, Weights, built
 
 EPOCHS, RATE, DECAY = 10, 0.1, 0.1  # the paper's, for aTLAS
@@ -45,17 +44,7 @@ def _vectors(run: Run, cell: Cell) -> list[Weights]:
     if cell["basis"].startswith("none"):
         return [run.task_vector(task) for task in run.tasks]
     bases = built(run, cell)
-    if cell["basis"].endswith("_turned"):
-        turn = _turn(bases.tensors["gram_bases"])
-        return [combined(run, column, bases.vectors) for column in turn.T]
     return [{n: v.tensor(n).to(run.device) for n in v.tensors} for v in bases.vectors]
-
-
-def _turn(gram: Tensor) -> Tensor:
-    """Q with B Q orthogonal, all columns as long as those of B are on average; the span is B's."""
-    values, axes = torch.linalg.eigh(gram)
-    turn: Tensor = axes * (gram.diagonal().mean() / values).sqrt()
-    return turn
 
 
 def _steps(docs: list[Doc]) -> Iterator[list[Doc]]:

@@ -19,41 +19,8 @@ def vectors(count: int = 3) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def min_max(x: np.ndarray, bits: int) -> np.ndarray:
-    """Element by element, in float64."""
-    low, high = float(x.min()), float(x.max())
-    step = (high - low) / (2**bits - 1)
-    zero = -round(low / step)
-    codes = [min(max(round(float(e) / step) + zero, 0), 2**bits - 1) for e in x.reshape(-1)]
-    return np.array([step * (code - zero) for code in codes]).reshape(x.shape)
-
-
 def close(found: torch.Tensor, expected: np.ndarray) -> None:
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_tvq(bits: int) -> None:
-    given = vectors()
-    kept = rivals.tvq(given, bits)
-    for before, after in zip(given, kept.vectors, strict=True):
-        for name, tensor in before.items():
-            close(after[name], min_max(tensor.numpy(), bits))
-    zeros = {"w": torch.zeros(5)}
-    assert torch.equal(rivals.tvq([zeros], bits).vectors[0]["w"], zeros["w"])
-    assert kept.nbytes == 3 * sum(-(-n * bits // 8) + 8 for n in (63, 65, 11))
-
-
-def test_rtvq() -> None:
-    given = vectors()
-    kept = rivals.rtvq(given, base_bits=3, bits=2)
-    for name in given[0]:
-        arrays = [vector[name].double().numpy() for vector in given]
-        mean = min_max(sum(arrays) / 3, 3)
-        for vector, array in zip(kept.vectors, arrays, strict=True):
-            close(vector[name], mean + min_max(array - mean, 2))
-    sizes = {bits: sum(-(-n * bits // 8) + 8 for n in (63, 65, 11)) for bits in (2, 3)}
-    assert kept.nbytes == sizes[3] + 3 * sizes[2]
 
 
 def test_bitdelta() -> None:
