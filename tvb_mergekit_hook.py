@@ -30,7 +30,6 @@ MODULES = (
     "mergekit.merge_methods.registry",
     "mergekit.merge_methods",
     "mergekit.merge",
-    "mergekit.scripts.merge_raw_pytorch",
     "mergekit.scripts.run_yaml",
     "mergekit.scripts.multimerge",
 )

@@ -35,7 +35,6 @@ MAINS = {
     "tvb": "tvb_mergekit.cli.commands",
     "mergekit-yaml": "mergekit.scripts.run_yaml",
     "mergekit-multi": "mergekit.scripts.multimerge",
-    "mergekit-pytorch": "mergekit.scripts.merge_raw_pytorch",
 }
 PRELOADED = (
     *("processes", *MAINS.values(), "transformers.models.llama.configuration_llama"),

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import mergekit.merge_methods.registry as registry
-import mergekit.scripts.merge_raw_pytorch
 import mergekit.scripts.multimerge
 import mergekit.scripts.run_yaml
 import pytest
@@ -114,7 +113,6 @@ MERGEKIT = {
             print(get("basis_ta"))
         """,
     "mergekit/scripts/multimerge.py": "from mergekit.merge import MergePlanner\n",
-    "mergekit/scripts/merge_raw_pytorch.py": "from mergekit import merge_methods\n",
 }
 PLUGIN = """
     CALLS = []
@@ -128,8 +126,7 @@ PLUGIN = """
             module.MergePlanner = Patched
     """
 GET = "from mergekit.merge_methods import get; print(get('basis_ta'))"
-ALL = "import mergekit.scripts.run_yaml, mergekit.scripts.multimerge, "
-ALL += "mergekit.scripts.merge_raw_pytorch"
+ALL = "import mergekit.scripts.run_yaml, mergekit.scripts.multimerge"
 WORKERS = """
 import multiprocessing
 
@@ -163,16 +160,16 @@ assert [c.__name__ for c in mergekit.merge.MergePlanner.__mro__] == [
 EXPLICIT = """
 import pathlib, sys
 sys.path += map(str, pathlib.Path(__file__).parent.glob("**/site-packages"))
-import mergekit.scripts.merge_raw_pytorch, mergekit.merge
+import mergekit.merge
 assert "tvb_mergekit_hook" not in sys.modules
 import tvb_mergekit_hook
 tvb_mergekit_hook.install()
 from tvb_mergekit.plugin import CALLS
-assert CALLS == list(tvb_mergekit_hook.MODULES[:4]), CALLS
+assert CALLS == list(tvb_mergekit_hook.MODULES[:3]), CALLS
 from mergekit.merge_methods import get
 assert get("basis_ta")
 import mergekit.scripts.run_yaml
-assert CALLS == list(tvb_mergekit_hook.MODULES[:5]), CALLS
+assert CALLS == list(tvb_mergekit_hook.MODULES[:4]), CALLS
 """
 UNTOUCHED = "import sys, mergekit.merge_methods as m; assert m.registry.METHODS == {}; "
 UNTOUCHED += "assert 'tvb_mergekit' not in sys.modules"

@@ -13,12 +13,11 @@ import tiny
 import torch
 import yaml
 from click.testing import CliRunner
-from commands import merge, ready, tvb
+from commands import merge, tvb
 from safetensors.torch import load_file, save_file
 from test_faults import ALL, OF_FILES, OF_OUTPUT, RECIPES, Case, prepare, recipe, slices, snapshot
 from torch import Tensor
 
-import tvb_mergekit
 from tvb_mergekit.cli.commands import main
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.refusals import MergeRefused, refusing
@@ -30,7 +29,7 @@ NOT_CHECKED = {"overflow"}
 CASES: dict[str, Case] = {
     **{f"recipe: {name}": case for name, case in RECIPES.items()},
     **OF_FILES,
-    **{name: OF_OUTPUT[name] for name in ("block budget", "raw")},
+    **{name: OF_OUTPUT[name] for name in ("block budget",)},
 }
 OTHER_WORDS = {
     "recipe: list": "recipe.yml: expected one recipe",
@@ -105,52 +104,6 @@ def test_excluded_tensors_of_a_merge_with_slices(here: Path) -> None:
     rewrite(here / "base", lambda state: state["lm_head.weight"][0].fill_(torch.nan))
     check(document)
     assert "32 NaN" in check(document, "--deep", code=1)
-
-
-def test_an_excluded_mask_may_be_infinite(here: Path) -> None:
-    masks = {
-        "mask": torch.full((2, 2), -torch.inf).triu(1),
-        "mask.8": torch.ones(2).to(torch.float8_e4m3fn),
-    }
-    for name in ("base", "a", "b"):
-        rewrite(here / name, lambda state: state.update(masks))
-
-    def without(document: dict[str, Any], names: str) -> dict[str, Any]:
-        parameters = {**document["parameters"], "exclude": names}
-        return document | {"dtype": "bfloat16", "parameters": parameters}
-
-    document = without(raw("a", "b"), "mask")
-    told = check(without(document, "8"), "--deep", code=1)
-    assert "tensor `mask` of the base holds 0 NaN and 1 infinite" in told
-    assert "All tensors are finite" in check(document, "--deep")
-    tvb("build", "recipe.yml", "store", "--quiet")
-    over = without(ready(here / "store", "add.yml"), "8")
-    for name, each in {"models": document, "bases": over}.items():
-        found = merge(each, here / f"out-{name}", command="mergekit-pytorch")
-        for own, mask in masks.items():
-            assert torch.equal(found.tensors[own].float(), mask.float())
-    none = merge(without(over, "."), here / "none", command="mergekit-pytorch", fails=True)
-    assert "no tensor takes part" in none.output
-    with pytest.raises(UserError, match="no tensor takes part"):
-        tvb_mergekit.merge(tvb_mergekit.load("store"), "base/model.safetensors", exclude=".")
-
-
-def raw(*models: str) -> dict[str, Any]:
-    listed = [{"model": f"{m}/model.safetensors", "parameters": {"task": m}} for m in models]
-    return {**recipe(models=listed), "base_model": "base/model.safetensors"}
-
-
-def test_weight_files(here: Path) -> None:
-    said = check(raw("a", "b"), "--deep")
-    assert "21 tensors take part" in said and "mergekit-pytorch" not in said
-    rewrite(here / "b", lambda state: state.pop("lm_head.weight"))
-    said = check(raw("a", "b"))
-    assert "--tensor-intersection or --tensor-union: lm_head.weight not in all files" in said
-    tvb("build", "recipe.yml", "store", "--quiet")
-    over = ready(here / "store", "add.yml")
-    assert "basis_ta over 2 bases" in check(over)
-    other = over | {"base_model": str(here / "a/model.safetensors")}
-    assert "are others" in check(other, code=1)
 
 
 def test_output_folders(here: Path) -> None:

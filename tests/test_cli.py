@@ -473,14 +473,6 @@ def test_a_folder_whose_name_mergekit_would_split(here: Path) -> None:
     (here / "moved").rename(here / "base")
     processes.run(["mergekit-yaml", folder / "store/recipes/add.yml", "two", "--quiet"], here)
     assert (here / "one" / WEIGHTS).read_bytes() == (here / "two" / WEIGHTS).read_bytes()
-    base, *files = (folder / f"{name}.safetensors" for name in ("base", "math", "code"))
-    for file in (base, *files):
-        shutil.copy(here / file.stem / WEIGHTS, file)
-    made_of = recipe("basis_ta", base, files, basis="balanced", num_bases=2)
-    run("build", write(made_of, folder / "raw"), folder / "files", "--quiet")
-    words = ["mergekit-pytorch", folder / "files/recipes/add.yml", "three", "--quiet"]
-    done = processes.run(words, here)
-    assert done.code == 0, done.err
 
 
 # The cache

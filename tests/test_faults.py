@@ -387,11 +387,9 @@ OF_FILES = {
 
 # Output folders, full disks, interruptions, and mergekit's other commands
 
-RAW, MULTI = "mergekit-pytorch", "mergekit-multi"
-FILES = [{"model": f"./{name}/{WEIGHTS}", "parameters": {"task": name}} for name in "abc"]
+MULTI = "mergekit-multi"
 FIRST = recipe({"num_bases": 1}, models=("./a", "./b")) | {"name": "first"}
 DOCUMENTS = (FIRST, recipe(models=("first", "./c")))
-RAW_RECIPE = recipe(models=FILES, base_model=f"./base/{WEIGHTS}")
 OF_OUTPUT = {
     # the output
     "output of an unset variable": Case(out="", wants=("is empty", "name a file or a folder")),
@@ -439,13 +437,6 @@ OF_OUTPUT = {
         yaml.safe_dump_all([FIRST, recipe({"exclude": "first"}, models=("first", "./c"))]),
         ("`exclude: first` is also the `name` of a document", "rename"),
         command=MULTI,
-    ),
-    "raw": Case(RAW_RECIPE, command=RAW, ok=True),
-    "raw disk full": Case(
-        RAW_RECIPE,
-        ("No space left", r"\bout\b"),
-        command=RAW,
-        fault=partial(on_change, ".", FULL, 4),
     ),
     "multi": Case(
         yaml.safe_dump_all(DOCUMENTS),

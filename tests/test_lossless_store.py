@@ -299,21 +299,6 @@ def test_mistakes_are_one_line(case, wide, family, built, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_weight_files(family: Models, tmp_path: Path) -> None:
-    """Recipes over the vectors of weight files need the store's base, too."""
-    base, *files = (Path(p) / "model.safetensors" for p in (family.base, *family.listed))
-    names = {0: {"task": "a"}, 1: {"task": "b"}}
-    made = recipe("basis_ta", base, files[:2], names, basis="none")
-    for form in ("--lossless", "--keep=0.5", "--bits=8"):
-        store = tmp_path / f"store{form}"
-        tvb("build", write(made, tmp_path / "r"), store, form, "--quiet")
-        assert "2 task vectors" in tvb("inspect", store / "recipes/add.yml").stdout
-        listed = [store / task / "model.safetensors" for task in "ab"]
-        told = recipe("basis_ta", files[2], listed, basis="balanced", num_bases=1)
-        words = "build", write(told, tmp_path / "other"), tmp_path / "no", "--quiet"
-        assert "belongs to the base" in refused(*words)
-
-
 def test_the_library(family: Models, tmp_path: Path) -> None:
     models = {task: family.models[task] for task in THREE}
     made = tvb_mergekit.build(family.base, models, tmp_path / "s", lossless=True)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from commands import assert_close, recipe, tvb, write
-from mergekit import merge_methods
 from reference import OF_MATRICES, Dense, expect
 from safetensors.torch import load_file
 from tiny import family, gpt2
@@ -45,14 +44,14 @@ def test_shapes(method: str, matrices: str | None) -> None:
     if method == "basis_wudi":  # of low rank it is less exact: see test_matrices.py
         for model in found[1:]:
             model["tall"] += torch.randn(9, 4)
-    keys: dict[str, Any] = {"basis": "none", "lambda": 0.7}
+    keys: dict[str, Any] = {"lambda": 0.7}
     keys |= {"flow_time": "exact"} if method == "basis_wudi" else {}  # in float64
     keys |= {} if matrices is None else {"matrices": matrices}
-    merged = merge_methods.merge_state_dicts(
-        dict(zip(("base", *TASKS), found, strict=True)), method, base="base", parameters=keys
-    )
+    bases = tvb_mergekit.build(found[0], dict(zip(TASKS, found[1:], strict=True)), basis="none")
+    given = {"lambda_" if key == "lambda" else key: value for key, value in keys.items()}
+    merged = tvb_mergekit.merge(bases, found[0], method, **given)
     dense = Dense(found[0], found[1:], [*SHAPES])
-    want = expect(dense, method, keys, {}, TASKS).tensors
+    want = expect(dense, method, {"basis": "none", **keys}, {}, TASKS).tensors
     assert_close(merged, want, found[0], strict=1e-5 if method == "basis_wudi" else 2e-6)
     assert torch.equal(merged["same"], found[0]["same"])
 

@@ -13,9 +13,10 @@ import processes
 import pytest
 import torch
 from commands import Result, assert_close, assert_same, merge, recipe, refused, write
+from mergekit import merge_methods
 from mergekit.common import ModelReference
 from reference import Dense, expect
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tiny import TASKS, family, llama, load
 from worlds import FAMILIES, World
 from yaml.reader import Reader
@@ -74,70 +75,22 @@ def test_recipe_is_parsed_and_headers_are_read_once(stored, world, tmp_path, mon
     assert sorted(read) == sorted([base, *listed])
 
 
-def test_mergekit_pytorch_in_two_processes(world: World, tmp_path: Path) -> None:
-    """mergekit collects the tensor names in a set, whose order differs between processes: those of
-    the fork server hash otherwise than this one."""
-    made = world("pt")
-    keys = {"basis": "rand_proj", "num_bases": 2, "forget": "code.pt", "alpha": 1}
-    document = recipe("basis_negate", made.base, made.listed, **keys)
-    out, cache = tmp_path / "out", tmp_path / "cache"
-    assert "PYTHONHASHSEED" not in os.environ
-    words = ["mergekit-pytorch", write(document, out), out, "--quiet"]
-    done = processes.run(words, tmp_path, TVB_MERGEKIT_CACHE=str(cache))
-    assert done.code == 0, done.err
-    here = merge(document, tmp_path / "here", command="mergekit-pytorch", cache=cache)
-    assert here.facts["gram_cached"] is True
-    assert_same(here, Result(out))
-
-
-def test_tensors_that_not_all_files_have(tmp_path: Path) -> None:
-    """An intersection lacks them, a union keeps the base's, and needs the base to have them."""
-    base = {"w": torch.randn(40, 8), "b": torch.ones(3), "steps": torch.tensor([5])}
-    paths = [tmp_path / f"{name}.safetensors" for name in ("base", "math", "code")]
-    for number, path in enumerate(paths):
-        state = {"w": base["w"] + number, "steps": base["steps"]}
-        save_file(base if not number else state, path)
-    document = recipe("basis_ta", paths[0], paths[1:], dtype="bfloat16", basis="none")
-
-    def merged(*options: str, **keys: Any) -> Result:
-        out = tmp_path / "out" / str(len(options))
-        return merge(document, out, *options, command="mergekit-pytorch", **keys)
-
-    assert "tensor `b` is not in" in merged(fails=True).output
-    assert set(merged("--tensor-intersection").tensors) == {"w", "steps"}
-    union = Result(tmp_path / "union")
-    merge(document, union.folder, "--tensor-union", command="mergekit-pytorch")
-    assert torch.equal(union.tensors["w"], (base["w"] + 0.4 * 3).bfloat16())
-    assert torch.equal(union.tensors["b"], base["b"].bfloat16())
-    assert torch.equal(union.tensors["steps"], base["steps"])
-    assert union.facts["left_out"]["b"].startswith("missing in")
-    save_file({**load_file(paths[1]), "z": torch.ones(3)}, paths[1])
-    told = merge(
-        document, tmp_path / "no", "--tensor-union", command="mergekit-pytorch", fails=True
-    )
-    assert "Error: tensor `z` is not in the base" in told.output
-    assert "(--tensor-intersection leaves it out)" in told.output
-    assert "tensor-union" not in merged(fails=True).output
-
-
-def test_buffers_that_are_no_floats(tmp_path: Path) -> None:
-    """Complex and unsigned ones go into safetensors; what safetensors lack is said before."""
-    made = FAMILIES["pt"](tmp_path)
-    others = {"c": torch.randn(3, dtype=torch.complex64), "u": torch.arange(4).to(torch.uint16)}
-    wide = {"wide": torch.randn(3, dtype=torch.complex128)}
-    document = recipe("basis_ta", made.base, made.listed, made.own, **BALANCED)
-    for more in (others, others | wide):
-        for path, state in zip((made.base, *made.listed), made.states, strict=True):
-            torch.save({**state, **more}, path)
-        if more is others:
-            found = merge(document, tmp_path / "out", command="mergekit-pytorch").tensors
-            assert all(torch.equal(found[name], tensor) for name, tensor in others.items())
-    told = merge(document, tmp_path / "no", command="mergekit-pytorch", fails=True).output
-    assert "tensor `wide`: safetensors hold no torch.complex128" in told
-    merge(document, tmp_path / "bin", "--no-safe-serialization", command="mergekit-pytorch")
-
-
 # Refusals
+
+
+def test_mergekit_pytorch_and_tensors_in_memory(tmp_path: Path) -> None:
+    """Refused before a file is read: each tensor would get a basis of its own."""
+    document = recipe("basis_ta", Path("base.pt"), ["a.pt"])
+    told = merge(document, tmp_path / "out", command="mergekit-pytorch", fails=True).output
+    assert told.startswith("Error: basis_ta needs all tensors") and told.count("\n") == 1
+    states, tensors = [{"w": torch.ones(2)}] * 2, [torch.ones(2)] * 2
+    for call in (
+        partial(merge_methods.merge_state_dicts, states, "basis_ta", base=0),
+        partial(merge_methods.merge_tensors, tensors, "basis_ta", base_index=0, name="w"),
+    ):
+        with pytest.raises(RuntimeError, match=r"use mergekit-yaml, or tvb_mergekit\.merge"):
+            call()
+
 
 REFUSED = [
     ("basis_ta", ("--out-shard-size", "5 apples"), "500M or 5B"),

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,8 @@ import reference
 import torch
 import transformers
 from commands import Result, assert_close, assert_same, merge, recipe, slices, tvb, write
-from mergekit import merge_methods
 from reference import Dense, expect, flat
-from tiny import family, gpt2, load
+from tiny import family, load
 from torch import Tensor
 from worlds import ARCHITECTURES, EMBEDDING, HEAD, THREE, Models, World, llama, llava, vit
 
@@ -32,9 +31,8 @@ FORGET = {"forget": "code", "alpha": 0.7}
 FORGOTTEN = {**PCA, **FORGET}
 SCALED = {"lambda_scale": "tasks"}
 BY_TASKS = {**BALANCED, **SCALED}
-TVB, PYTORCH, IN_MEMORY = "tvb merge", "mergekit-pytorch", "merge_state_dicts"
-LIBRARY = "tvb_mergekit"
-COARSE = ("mixed dtypes", "pt", "store in bfloat16")
+TVB, LIBRARY = "tvb merge", "tvb_mergekit"
+COARSE = ("mixed dtypes", "store in bfloat16")
 TA, TIES, NEGATE = "basis_ta", "basis_ties", "basis_negate"
 ISO, TSVM, WUDI = "basis_iso", "basis_tsvm", "basis_wudi"
 RAND_PROJ = {"basis": "rand_proj", "num_bases": 2, **FORGET}
@@ -125,8 +123,6 @@ CASES = {
     "iso, common, adapters": Case("adapters", ISO, {**NONE, "common": 0.6}, TVB),
     "tsvm, adapters": Case("adapters", TSVM, BALANCED, TVB),
     "tsvm, tokens": Case("two more tokens", TSVM, PCA, extra=SOURCE),
-    "iso, files": Case("pt", ISO, NONE, PYTORCH),
-    "wudi, in memory": Case("pt", WUDI, BALANCED, IN_MEMORY),
     # how many models
     "one model": Case("one model", NEGATE, {"solver": "exact", "forget": "math", "alpha": 1}),
     "many models": Case("many models", TA, {**BY_TASKS, "lambda": 0.1},
@@ -177,18 +173,12 @@ CASES = {
     "tvb merge, adapters": Case("adapters", TA, BALANCED, TVB),
     "tvb merge, experts": Case("mixtral", TIES, PCA, TVB),
     "tvb merge, tokens": Case("two more tokens", TA, BALANCED, TVB, extra=SOURCE),
-    **{f"{driver}, {name}": Case(name, *once, driver) for driver in (PYTORCH, IN_MEMORY)
-        for name, once in zip(("twice", "ckpt", "safetensors"), ONCE, strict=True)},
-    "mergekit-pytorch, exclude": Case("pt", TIES, {**NONE, "exclude": "embed"}, PYTORCH),
-    "merge_state_dicts, ae": Case("pt", TA, FAST, IN_MEMORY),
-    "merge_state_dicts, rand_proj": Case("pt", NEGATE, RAND_PROJ, IN_MEMORY),
-    "merge_state_dicts, weights": Case("pt", TIES, {**BALANCED, "trim": "tensor",
-        "exclude": "embed"}, IN_MEMORY, own=WEIGHTS),
     "library": Case("safetensors", TA, {**PCA, "lambda": 0.3}, LIBRARY, own=WEIGHTS),
     "library, exclude": Case("twice", TIES, {**BALANCED, "exclude": "kernel", "trim": "tensor",
         "merge_func": "mean"}, LIBRARY),
     "library, negate": Case("ckpt", NEGATE, {**PCA, "forget": "code, safety", "alpha": 0.6,
         "lambda": 0.1}, LIBRARY),
+    "library, wudi": Case("safetensors", WUDI, BALANCED, LIBRARY),
 }  # fmt: skip
 
 
@@ -208,7 +198,7 @@ def by_command(case: Case, models: Models, out: Path) -> Merged:
     return result.tensors, result.basis, result
 
 
-def in_memory(case: Case, models: Models, out: Path) -> Merged:
+def by_library(case: Case, models: Models, out: Path) -> Merged:
     states = dict(zip(("base", *models.tasks), models.states, strict=True))
     before = {key: {n: t.clone() for n, t in state.items()} for key, state in states.items()}
     own = {
@@ -216,18 +206,14 @@ def in_memory(case: Case, models: Models, out: Path) -> Merged:
               for n, task in enumerate(models.tasks)}
         for key, default in (("weight", lambda task: 1.0), ("task", str))
     }  # fmt: skip
-    if case.driver == LIBRARY:
-        base, *listed = models.states
-        named = {own["task"][t]: state for t, state in zip(models.tasks, listed, strict=True)}
-        weights = {own["task"][task]: weight for task, weight in own["weight"].items()}
-        built = {key: value for key, value in case.keys.items() if key in BUILT}
-        given = {k.replace("lambda", "lambda_"): case.keys[k] for k in case.keys.keys() - BUILT}
-        bases = tvb_mergekit.build(base, named, weights=weights, **built)
-        merged = tvb_mergekit.merge(bases, base, case.method, **given)
-        assert {n: t.dtype for n, t in merged.items()} == {n: t.dtype for n, t in base.items()}
-    else:
-        keys = {"parameters": {**case.keys, **own}, "dtype": torch.float32}
-        merged = merge_methods.merge_state_dicts(states, case.method, base="base", **keys)
+    base, *listed = models.states
+    named = {own["task"][t]: state for t, state in zip(models.tasks, listed, strict=True)}
+    weights = {own["task"][task]: weight for task, weight in own["weight"].items()}
+    built = {key: value for key, value in case.keys.items() if key in BUILT}
+    given = {k.replace("lambda", "lambda_"): case.keys[k] for k in case.keys.keys() - BUILT}
+    bases = tvb_mergekit.build(base, named, weights=weights, **built)
+    merged = tvb_mergekit.merge(bases, base, case.method, **given)
+    assert {n: t.dtype for n, t in merged.items()} == {n: t.dtype for n, t in base.items()}
     for key, state in states.items():
         assert all(torch.equal(t, before[key][name]) for name, t in state.items()), "changed"
     storage = {t.untyped_storage().data_ptr() for s in states.values() for t in s.values()} - {0}
@@ -255,7 +241,7 @@ def test_equals_the_dense_reference(name: str, world: World, tmp_path: Path) -> 
     case = CASES[name]
     models = world(case.models)
     tasks = [case.own.get(n, {}).get("task", task) for n, task in enumerate(models.tasks)]
-    run = in_memory if case.driver in (IN_MEMORY, LIBRARY) else by_command
+    run = by_library if case.driver == LIBRARY else by_command
     tensors, stored, result = run(case, models, tmp_path / "out")
     dense = dense_of(case, models)
     key, _, of_tensor = case.varying or ("", [], float)
@@ -381,82 +367,6 @@ def test_dtypes_of_files(world: World, tmp_path: Path) -> None:
             for tensor, values in whole.tensors.items():
                 assert torch.equal(cast.tensors[tensor], values.to(kind)), tensor
                 assert cast.tensors[tensor].dtype == kind
-
-
-def two_tensors(world: World) -> dict[str, dict[str, Tensor]]:
-    """A base and three models; `math` is in float32, the others are in bfloat16 and float16."""
-    states = zip(("base", *THREE), world("pt").states, strict=True)
-    return {key: {name: state[name] for name in ("layer", "bias")} for key, state in states}
-
-
-def in_ta(
-    states: dict[str, dict[str, Tensor]], lambda_: Any = 0.4, weight: Any = 1.0, **dtypes: Any
-) -> Any:
-    keys = {**NONE, "lambda": lambda_, "weight": weight}
-    return merge_methods.merge_state_dicts(states, TA, base="base", parameters=keys, **dtypes)
-
-
-def test_dtypes_in_memory(world: World) -> None:
-    states = two_tensors(world)
-    del states["math"]
-    merged = partial(in_ta, states)
-    whole = merged(dtype=torch.float32)
-    for kind, options in {
-        torch.float32: {},  # what bfloat16 and float16 promote to
-        torch.bfloat16: {"dtype": torch.bfloat16},
-        torch.float16: {"dtype": torch.bfloat16, "out_dtype": torch.float16},
-    }.items():
-        for name, tensor in merged(**options).items():
-            assert tensor.dtype == kind and torch.equal(tensor, whole[name].to(kind))
-
-
-def test_a_lambda_for_each_tensor_in_memory(world: World) -> None:
-    states = two_tensors(world)
-    both = [in_ta(states, by) for by in (0.4, 0.2)]
-    found = in_ta(states, merge_methods.PerGroupValues([0.4, 0.2]))
-    for place, (name, tensor) in enumerate(found.items()):
-        assert torch.equal(tensor, both[place][name])
-        assert not torch.equal(tensor, both[place - 1][name])
-    with pytest.raises(ValueError, match="`lambda` is 'much'"):
-        in_ta(states, merge_methods.PerGroupValues([0.4, "much"]))
-    weights = [dict.fromkeys(THREE, 1.0), dict.fromkeys(THREE, 2.0)]
-    with pytest.raises(ValueError, match="`weight` varies from tensor to tensor"):
-        in_ta(states, weight=merge_methods.PerGroupValues(weights))
-
-
-def test_two_tensors_of_one_name_in_memory() -> None:
-    pairs = torch.randn(2, 2, 4, 4, generator=torch.Generator().manual_seed(0))
-    entry, name = merge_methods.TensorEntry, merge_methods.TensorMetadata("w")
-    groups = [
-        merge_methods.TensorGroup((entry("base", base, is_base=True), entry("m", model)), name)
-        for base, model in pairs
-    ]
-    found = merge_methods.get("basis_ta")(groups, parameters={**NONE, "lambda": 1.0})
-    torch.testing.assert_close(torch.stack(found), pairs[:, 1])
-
-
-def test_modules_views_and_float64() -> None:
-    modules = {key: gpt2() for key in ("base", *THREE)}
-    turned = {
-        key: {n: t.detach().t().contiguous().t() if t.dim() == 2 else t.detach()
-              for n, t in module.state_dict().items()}
-        for key, module in modules.items()
-    }  # fmt: skip
-    assert not turned["math"]["transformer.wte.weight"].is_contiguous()
-    alone = [modules[key].get_parameter("transformer.wte.weight") for key in modules]
-    keys = {"parameters": NONE, "base_index": 0, "name": "w"}
-    merged = merge_methods.merge_tensors(alone, TA, **keys)
-    dense = Dense({"w": alone[0].detach()}, [{"w": t.detach()} for t in alone[1:]], ["w"])
-    assert_close({"w": merged}, expect(dense, TA, NONE, {}, THREE).tensors, dense.base)
-    double = {key: {n: t.double() for n, t in state.items()} for key, state in turned.items()}
-    states = list(turned.values())
-    names = [name for name in states[0] if name != "lm_head.weight"]
-    want = expect(Dense(states[0], states[1:], names), TA, NONE, {}, THREE)
-    for given in (modules, turned, double):
-        merged = in_ta(given)
-        assert_close(merged, want.tensors, states[0])
-        kind = torch.float64 if given is double else torch.float32
-        assert all(t.dtype == kind and not t.requires_grad for t in merged.values())
 
 
 # Equal bits

@@ -188,20 +188,3 @@ def test_sums_of_very_many_tasks_have_a_pass(inputs: dict[str, Inputs], tmp_path
     ):
         assert_same(merge(document, tmp_path / "out", cache="off"), plain)
     assert summed.call_count == 1
-
-
-def test_weight_files(inputs: dict[str, Inputs], read: Counter[str], tmp_path: Path) -> None:
-    base, models, *_ = inputs["16 bits"]
-    files = []
-    for path in (base, *models):
-        files.append(tmp_path / f"{path.name}.safetensors")
-        save_file(load(path), files[-1], metadata={"format": "pt"})
-    document = recipe("basis_ta", files[0], files[1:], dtype="bfloat16", **HALF)
-    read.clear()
-    found = merge(document, tmp_path / "out", command="mergekit-pytorch", cache="off")
-    assert read[tmp_path.name] == sum(
-        t.nbytes for file in (base, *models) for t in load(file).values()
-    )
-    with two_passes():
-        plain = merge(document, tmp_path / "plain", command="mergekit-pytorch", cache="off")
-    same_result(found, plain)

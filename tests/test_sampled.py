@@ -261,26 +261,19 @@ def test_errors_of_bases_over_codes_and_samples(
 
 
 def test_bases_over_codes_under_other_names(tmp_path: Path) -> None:
-    """Names that mergekit changes, and vectors of weight files."""
+    """Names that mergekit changes."""
     models = hub(gpt2, tmp_path / "models")
     for path in (models.base, *models.models.values()):
         state = {name.removeprefix("transformer."): t for name, t in load(path).items()}
         save_file(state, path / "model.safetensors", metadata={"format": "pt"})
-    files = [path / "model.safetensors" for path in (models.base, *models.models.values())]
-    for base, *listed in ((models.base, *models.models.values()), files):
-        place = tmp_path / ("files" if base in files else "folders")
-        named = {number: {"task": task} for number, task in enumerate(models.tasks)}
-        every = recipe("basis_ta", base, listed, own=named, basis="none")
-        tvb("build", write(every, place), place / "tasks", "--bits", "2", "--quiet")
-        tasks = tvb_mergekit.load(place / "tasks")
-        vectors = [tasks.path / name / ("model.safetensors" if base in files else "")
-                   for name in tasks.facts.store.folders]  # fmt: skip
-        over = recipe("basis_ta", base, vectors, basis="balanced", num_bases=2)
-        tvb("build", write(over, place / "over"), place / "bases", "--quiet")
-        made = tvb_mergekit.load(place / "bases").facts
-        for task, error in tasks.facts.relative_error.items():
-            assert made.errors[task].at_most > 0.99 * error
-            assert made.norms[task] == pytest.approx(tasks.facts.norms[task])
+    tasks = models.build(tmp_path / "tasks", "--bits", "2", basis="none")
+    vectors = [tasks.path / name for name in tasks.facts.store.folders]
+    over = recipe("basis_ta", models.base, vectors, basis="balanced", num_bases=2)
+    tvb("build", write(over, tmp_path / "over"), tmp_path / "bases", "--quiet")
+    made = tvb_mergekit.load(tmp_path / "bases").facts
+    for task, error in tasks.facts.relative_error.items():
+        assert made.errors[task].at_most > 0.99 * error
+        assert made.norms[task] == pytest.approx(tasks.facts.norms[task])
 
 
 def test_a_sample_with_a_tokenizer(tmp_path: Path) -> None:

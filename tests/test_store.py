@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors
 import torch
-from commands import contents, recipe, tvb, write
+from commands import contents, recipe
 from numpy.typing import NDArray
 from reference import Dense, coefficients, flat, random_projection
 from safetensors.torch import load_file, save_file
@@ -25,10 +25,11 @@ import tvb_mergekit
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.plugin.inputs import Options, read_inputs
+from tvb_mergekit.store import api
 from tvb_mergekit.store import build as building
 from tvb_mergekit.store import vectors as folders_
 from tvb_mergekit.store.build import build_store
-from tvb_mergekit.tensors import merging, writing
+from tvb_mergekit.tensors import writing
 from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import MARKER
 
@@ -57,8 +58,6 @@ def document(
 ) -> dict[str, Any]:
     """A recipe; `basis_negate` if only that accepts the basis."""
     method = "basis_ta"
-    if base.is_file():  # each needs its name
-        own = {i: {"task": m.stem, **(own or {}).get(i, {})} for i, m in enumerate(models)}
     if parameters.get("basis") == "rand_proj":
         method = "basis_negate"
         parameters |= {"forget": models[0].name.partition(".")[0], "alpha": 1.0}
@@ -66,6 +65,11 @@ def document(
 
 
 def read(base: Path, models: Sequence[Path], own: Any = None, **parameters: Any) -> TaskSet:
+    if base.is_file():  # the library takes weight files
+        own = own or {}
+        named = {own.get(i, {}).get("task", m.stem): str(m) for i, m in enumerate(models)}
+        weights = [own.get(i, {}).get("weight", 1.0) for i in range(len(models))]
+        return api._inputs(base, named, dict(zip(named, weights, strict=True)), parameters)
     return read_inputs(from_mapping(document(base, models, own, **parameters)), Options())
 
 
@@ -264,45 +268,6 @@ def stopping(place: int, part: bool = False) -> Iterator[list[int]]:
 
     with mock.patch.object(writing.FoldersSink, "write", write):
         yield calls
-
-
-ALL = {"basis": "none"}
-# keys of the recipe, the form, whether a part of a piece is written, bytes of a shard
-STOPPED: dict[str, tuple[dict[str, Any], str, bool, int]] = {
-    "pca": (KINDS["pca"], "--dtype=bfloat16", True, 10**9),
-    "rand_proj": (KINDS["rand_proj"], "--dtype=bfloat16", False, 20_000),
-    "lossless in a file": (ALL, "--lossless", True, 10**9),
-    "lossless": (ALL, "--lossless", False, 60_000),
-    "sampled": (ALL, "--keep=0.3", True, 60_000),
-}
-
-
-@pytest.mark.parametrize("case", STOPPED)
-def test_resuming_after_every_piece_gives_the_same_store(case, tmp_path):
-    keys, form, part, shards = STOPPED[case]
-    dtype = torch.float32 if "dtype" in form else torch.bfloat16
-    base, models = raw_family(tmp_path / "in", {**SIZES, "c": (2, 4, 60000)}, (dtype,))
-    models = models[:2] if keys is ALL else models
-    file = write(document(base, models, **keys), tmp_path / "recipe")
-    whole = tmp_path / "whole" / "store"
-    options = (form, "--memory", "16MB" if keys is ALL else "8MB", "--quiet")
-    with in_shards(shards), stopping(-1) as calls:
-        tvb("build", file, whole, *options)
-    files = list(whole.glob("*/model*.safetensors"))
-    assert calls[0] >= len(SIZES) + (keys is not ALL)  # of bases also within a tensor
-    assert (len(files) > len({file.parent for file in files})) == (shards < 10**9)
-    if keys is not ALL:
-        check(whole, dense_of(base, models), keys, "bfloat16")
-    for place in range(calls[0]):
-        out = tmp_path / f"stopped-{place}" / "store"
-        with in_shards(shards):
-            with stopping(place, part), pytest.raises(Stopped):
-                tvb("build", file, out, *options)
-            assert not out.exists() and out.with_name("store.partial").is_dir()
-            with mock.patch.object(merging, "gram_pass", None):
-                tvb("build", file, out, *options, "--resume")
-        same(whole, out)
-        assert {p.name for p in out.parent.iterdir()} == {"store"}
 
 
 class Partial:

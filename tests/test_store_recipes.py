@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from commands import Result, assert_same, merge, ready, recipe, tvb
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from test_store import KINDS, SIZES, raw_family, read
 from tiny import TASKS, llama, load
 from torch import Tensor
@@ -20,7 +20,6 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.plugin.inputs import Options, read_inputs
 from tvb_mergekit.refusals import MergeRefused
-from tvb_mergekit.store import vectors as building
 from tvb_mergekit.store.build import build_store
 from tvb_mergekit.store.recipes import ALL_TASKS
 
@@ -208,44 +207,6 @@ def test_task_names_that_no_file_could_have(tmp_path: Path) -> None:
     files = list((built.path / "recipes").glob("forget-*.yml"))
     names = {yaml.safe_load(file.read_text())["parameters"]["forget"] for file in files}
     assert names == set(built.tasks) and len(files) == 4
-
-
-# Raw state dicts
-
-
-@pytest.mark.parametrize(
-    ("pickled", "method", "more"),
-    [(False, "basis_ta", {"exclude": "^b$"}), (True, "basis_ties", {})],
-)
-def test_raw_state_dicts(pickled, method, more, tmp_path, monkeypatch):
-    """All of the base is in the merged file: what no basis holds is the base's. A pickle may hold
-    a tensor twice. mergekit-pytorch takes one file for each model, of any size."""
-    monkeypatch.setattr(building, "SHARD_BYTES", 10000)
-    base, models = raw_family(tmp_path / "in", SIZES)
-    start = load_file(base)
-    if pickled:
-        for path in (base, *models):
-            state = load_file(path)
-            torch.save(state | {"again": state["a"]}, path.with_suffix(".bin"))
-        start["again"] = start["a"]
-        base, *models = (path.with_suffix(".bin") for path in (base, *models))
-    own = {i: {"task": m.stem} for i, m in enumerate(models)}
-    made = recipe(method, base, models, own, **KINDS["pca"], **more)
-    want = merge(made, tmp_path / "models", command="mergekit-pytorch")
-    folder = tmp_path / "store"
-    build_store(read(base, models, **KINDS["pca"], **more), folder)
-    assert [p.name for p in (folder / "basis-000").iterdir()] == ["model.safetensors"]
-    for path in models:
-        path.unlink()
-    listed = [folder / f"basis-00{number}" / "model.safetensors" for number in range(2)]
-    made = recipe(method, base, listed)
-    found = merge(made, tmp_path / "merged", command="mergekit-pytorch")
-    assert set(found.tensors) == set(want.tensors) == {*SIZES, "ids", "steps", *["again"] * pickled}
-    assert_alike(found, want, start)
-    assert found.tensors["steps"].dtype == torch.int64
-    file = folder / "recipes" / ("ties.yml" if pickled else "add.yml")
-    assert "mergekit-pytorch" in file.read_text() and "mergekit-yaml" not in file.read_text()
-    merge(ready(folder, file.name), tmp_path / "own", command="mergekit-pytorch")
 
 
 def test_mergekit_merges_exported_bases(world: World, tmp_path: Path) -> None:

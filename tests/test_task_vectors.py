@@ -14,10 +14,9 @@ import formats
 import numpy as np
 import pytest
 import torch
-from commands import contents, merge, ready, recipe, refused, tvb, write
+from commands import contents, merge, recipe, refused, tvb, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from test_lossless_store import ONE_LAYER, bfloat, check_export
 from tiny import TASKS, load
 from torch import Tensor
@@ -484,20 +483,3 @@ def test_short_tensors_and_small_tasks(tmp_path: Path) -> None:
     (tmp_path / "later.safetensors").write_bytes(later)
     with pytest.raises(tvb_mergekit.UserError, match=r"codes of version 7.*upgrade it"):
         Codes.open(tmp_path / "later.safetensors")
-
-
-def test_weight_files(tmp_path: Path) -> None:
-    """mergekit-pytorch takes the files of a store by their paths."""
-    torch.manual_seed(0)
-    states = [{"a": torch.randn(30, 70), "b": torch.randn(5)} for _ in range(4)]
-    for k, state in enumerate(states):
-        save_file(state, tmp_path / f"{k}.safetensors", {"format": "pt"})
-    base, *listed = (tmp_path / f"{k}.safetensors" for k in range(4))
-    made = recipe("basis_ta", base, listed, dtype=None, lambda_=0.5)
-    tvb("build", write(made, tmp_path / "store"), tmp_path / "store", "--bits", 4, "--quiet")
-    bases = stores.load(tmp_path / "store")
-    assert [p.name for p in (bases.path / "1.safetensors").iterdir()] == ["model.safetensors"]
-    own = ready(bases.path, "add.yml")
-    merge(own, tmp_path / "out", command="mergekit-pytorch")
-    want = flat(states[0], ["a", "b"]) + 0.5 * dense(bases).sum(1)
-    close(flat(load(tmp_path / "out"), ["a", "b"]), want)

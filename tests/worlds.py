@@ -382,7 +382,6 @@ FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
     "store of parts, tied": partial(
         a_store, basis="pca", make=TIED, same={HEAD: EMBEDDING}, exclude="embed"
     ),
-    "pt": partial(state_dicts, ending="pt", dtypes=MIXED),
     "ckpt": partial(state_dicts, ending="ckpt"),
     "safetensors": partial(state_dicts, ending="safetensors"),
     "five": partial(state_dicts, ending="safetensors", tasks=TASKS),

@@ -20,7 +20,6 @@ from tvb_mergekit.settings import Settings
 from tvb_mergekit.store.build import inspect_inputs
 from tvb_mergekit.store.store import check as check_store
 from tvb_mergekit.store.store import dtype_name
-from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.matrices import count_matrices, largest_matrix
@@ -57,7 +56,7 @@ def check_recipe(
     try:
         inputs = read_inputs(document, options)
     except UserError as error:
-        if document.raw or by_factors(document, options):
+        if by_factors(document, options):
             raise
         plan, refusal = plan_only(document, options), error  # raises if a merge is refused
         if not plan.tasks.items:
@@ -74,7 +73,7 @@ def check_recipe(
             yield _verdict(basis.num_bases, basis.encoding.retained_energy)
         yield f"Not for tvb build: {refusal}"
     else:
-        yield from _check_inputs(inputs, document.raw, out)
+        yield from _check_inputs(inputs, out)
         if deep:
             _check_left_out(inputs)
             facts, _ = inspect_inputs(inputs, engine)
@@ -83,7 +82,7 @@ def check_recipe(
         yield "The headers are in order; --deep reads the tensors too: NaN, zero task vectors"
 
 
-def _check_inputs(inputs: TaskSet, raw: bool, out: str | None) -> Iterator[str]:
+def _check_inputs(inputs: TaskSet, out: str | None) -> Iterator[str]:
     settings, dtype = inputs.settings, inputs.own_dtype
     bases = most_bases(settings, len(inputs.tasks))
     vectors = bases + (settings.basis == "pca")  # and the mean
@@ -91,12 +90,6 @@ def _check_inputs(inputs: TaskSet, raw: bool, out: str | None) -> Iterator[str]:
     nbytes = dtype.itemsize * vectors * sum(item.numel for item in inputs.items)
     stored = f"{at_most}{counted(bases, 'basis')} {megabytes(nbytes)} in {dtype_name(dtype)}"
     yield from _costs(inputs, _merged_bytes(inputs), out, f", a store of {stored}")
-    every = [inputs.base, *inputs.sources]
-    names = {name for weights in every for name in weights.tensors}
-    some = sorted(n for n in names if not all(n in weights.tensors for weights in every))
-    if raw and some:
-        wants = "mergekit-pytorch wants --tensor-intersection or --tensor-union"
-        yield f"{wants}: {listed(some)} not in all files"
     if inputs.adapters:
         yield (
             "mergekit-yaml merges adapters with --lora-merge-cache DIR, where each takes "
@@ -164,15 +157,11 @@ def _check_store_recipe(document: Document, options: Options) -> Iterator[str]:
     recipe = document.recipe
     assert recipe.store is not None
     bases = check_store(recipe.store.place)
-    if document.raw:
-        bases.check_base(Checkpoint.open(recipe.base.model.path), str(recipe.base))
-    else:
-        plan = plan_only(document, options)  # compares the base
+    plan = plan_only(document, options)  # compares the base
     held = f"{counted(bases.num_bases, 'basis')} of {bases.place}"
     over = f"{recipe.settings.method} over {held} for {counted(len(bases.tasks), 'task')}"
     yield f"{over}; its files and the base are those that it was built with"
-    if not document.raw:
-        yield from _matrices(recipe.settings, plan.tasks.items, bases.num_bases)
+    yield from _matrices(recipe.settings, plan.tasks.items, bases.num_bases)
 
 
 def _merged_bytes(inputs: TaskSet) -> int:

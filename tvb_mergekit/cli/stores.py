@@ -53,7 +53,7 @@ OWN = "as wide as the models by default (bfloat16 next to float16: float32)"
 def build(recipe: str, store: str, dtype: DtypeName | None, **values: Any) -> None:
     """Compress the models of RECIPE into the bases of a new folder STORE.
 
-    RECIPE is a recipe for `mergekit-yaml` (or, for weight files, `mergekit-pytorch`). Afterwards
+    RECIPE is a recipe for `mergekit-yaml`. Afterwards
     you may delete the models, but not the base.
 
     The next options keep all task vectors, if RECIPE names no basis. Recipes over STORE then list

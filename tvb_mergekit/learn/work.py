@@ -97,8 +97,6 @@ class Request:
         if recipe.settings.method not in known:
             found = f"`merge_method` is {recipe.settings.method}"
             raise UserError(f"{found}: {self.method} needs {' or '.join(known)}")
-        if self.document.raw:
-            raise UserError("the models are weight files, which cannot run: list folders")
         if self.store is not None:
             self._check_store(self.store)
         keys = self.document.varying

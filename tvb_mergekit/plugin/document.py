@@ -25,9 +25,8 @@ from tvb_mergekit.store.recipes import located
 class Document:
     """One recipe, read and checked. No model is open, except a store."""
 
-    config: Any
+    config: MergeConfiguration
     recipe: Recipe
-    raw: bool  # models are weight files, as for mergekit-pytorch
     text: str = ""  # for the output folder
     varying: dict[str, Any] = field(default_factory=dict)
 
@@ -60,31 +59,27 @@ def read_document(path: str | os.PathLike[str]) -> Document:
 
 def from_mapping(document: Mapping[str, Any], text: str | None = None) -> Document:
     """A recipe given as plain objects, and as text if there is one; see `read_document`."""
-    # An import above would call our hook, which needs this module.
-    from mergekit.scripts.merge_raw_pytorch import RawPyTorchMergeConfig
-
     with refusing(planning=True):
-        base = document.get("base_model")
-        raw = isinstance(base, str) and os.path.isfile(base)
-        schema = RawPyTorchMergeConfig if raw else MergeConfiguration
-        check_unknown_keys(document, schema)
-        config = schema.model_validate(document)
+        check_unknown_keys(document)
+        config = MergeConfiguration.model_validate(document)
         parameters = document.get("parameters") or {}
         varying = {key: parameters[key] for key in VARYING_KEYS if key in parameters}
         text = text or yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True)
-        return Document(config, read_recipe(config), raw, text, varying)
+        return Document(config, read_recipe(config), text, varying)
 
 
-def check_unknown_keys(raw: object, schema: type[BaseModel], where: str = "the recipe") -> None:
+def check_unknown_keys(
+    given: object, schema: type[BaseModel] = MergeConfiguration, where: str = "the recipe"
+) -> None:
     """Refuse keys anywhere in a recipe that mergekit would silently drop.
 
     Args:
-        raw: the YAML document as plain objects.
+        given: the YAML document as plain objects.
         schema: the pydantic class that mergekit reads it into.
     """
-    if not isinstance(raw, Mapping):
+    if not isinstance(given, Mapping):
         return
-    for key, value in raw.items():
+    for key, value in given.items():
         if key not in schema.model_fields:
             if key in ALL_KEYS:
                 raise UserError(f"`{key}` under {where} is ignored: put it in `parameters` there")

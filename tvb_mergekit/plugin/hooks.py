@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import click
 from mergekit.config import MergeConfiguration
-from mergekit.graph import Task
 from mergekit.options import MergeOptions
-from pydantic import BaseModel
 
 from tvb_mergekit.errors import UserError, check_names
 from tvb_mergekit.plugin.document import Document, RecipeFile, check_unknown_keys, parse
-from tvb_mergekit.plugin.planner import plan_files
 from tvb_mergekit.plugin.recipe import read_recipe, refuse_bases
-from tvb_mergekit.plugin.run import check_place, merge, merge_files
+from tvb_mergekit.plugin.run import merge
 from tvb_mergekit.refusals import refusing, unwinding
 from tvb_mergekit.settings import METHODS
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.output import check_disk
 
 
 def run_merge(original: Callable[..., None]) -> Callable[..., None]:
@@ -42,7 +37,7 @@ def run_merge(original: Callable[..., None]) -> Callable[..., None]:
         if merge_config.merge_method in METHODS:
             with refusing(planning=True):
                 text = config_source or merge_config.to_yaml()
-                document = Document(merge_config, read_recipe(merge_config), False, text)
+                document = Document(merge_config, read_recipe(merge_config), text)
             merge(document, out_path, options)
             return
         with refusing():
@@ -53,57 +48,15 @@ def run_merge(original: Callable[..., None]) -> Callable[..., None]:
     return replacement
 
 
-class RunMerge(Task[None]):
-    """The one task of our merges in mergekit's task graph."""
-
-    run: Callable[[], None]
-
-    def arguments(self) -> dict[str, Task]:
-        return {}
-
-    def execute(self, **_kwargs: Any) -> None:
-        self.run()
-
-    def main_thread_only(self) -> bool:
-        return True
-
-
-def plan_flat_merge(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A `plan_flat_merge` that makes one task of a merge by our methods."""
-
-    def replacement(
-        config: Any, out_path: str, tensor_union: bool, tensor_intersection: bool, options: Any
-    ) -> Any:
-        if config.merge_method not in METHODS:
-            paths = [config.base_model, *(model.model for model in config.models)]
-            with refusing():
-                refuse_bases([path for path in paths if path], config.merge_method)
-            return original(config, out_path, tensor_union, tensor_intersection, options)
-        started = time.perf_counter()
-        with refusing(planning=True):
-            document = Document(config, read_recipe(config), True)
-            check_place(out_path, document.recipe, options)
-            plan = plan_files(document, options, tensor_union, tensor_intersection)
-            check_disk(out_path, plan.output_bytes)
-        return [RunMerge(run=lambda: merge_files(plan, out_path, started))]
-
-    return replacement
-
-
 def callback(original: Callable[..., Any]) -> Callable[..., Any]:
     """A command that checks a recipe's text before mergekit drops unknown keys.
 
     Args:
-        original: the callback of `mergekit-yaml`, `mergekit-multi` or `mergekit-pytorch`.
+        original: the callback of `mergekit-yaml` or `mergekit-multi`.
     """
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        key, schema = "config_file", MergeConfiguration
-        if key not in kwargs:  # mergekit-pytorch
-            from mergekit.scripts.merge_raw_pytorch import RawPyTorchMergeConfig
-
-            key, schema = "config_path", RawPyTorchMergeConfig
-        path = kwargs.get(key)
+        path = kwargs.get("config_file")
         if not (path and os.path.isfile(path)):
             return original(*args, **kwargs)
         with refusing(planning=True):
@@ -115,11 +68,11 @@ def callback(original: Callable[..., Any]) -> Callable[..., Any]:
                 documents, several = recipe.documents(), "intermediate_dir" in kwargs
                 count = len(documents) - documents.count(None)
                 if count > 1 and not several:
-                    remedy = "; mergekit-multi runs several" * (schema is MergeConfiguration)
-                    raise UserError(f"{path}: {count} recipes, expected one{remedy}")
+                    remedy = "expected one; mergekit-multi runs several"
+                    raise UserError(f"{path}: {count} recipes, {remedy}")
                 given = [d.get("name") for d in documents if isinstance(d, dict) and several]
                 for document in documents:  # all, before mergekit works on the first
-                    _check_document(document, path, schema, several)
+                    _check_document(document, path, several)
                     for name, value in (document.get("parameters") or {}).items():
                         if isinstance(value, str) and value in given:
                             raise UserError(
@@ -130,12 +83,12 @@ def callback(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         text = recipe.for_mergekit(documents)
         with refusing(out=str(kwargs.get("out_path"))), unwinding(), _placed(recipe, text) as place:
-            return original(*args, **{**kwargs, key: place})
+            return original(*args, **{**kwargs, "config_file": place})
 
     return replacement
 
 
-def _check_document(document: Any, path: str, schema: type[BaseModel], several: bool) -> None:
+def _check_document(document: Any, path: str, several: bool) -> None:
     """Raise UserError if a document is not a valid recipe.
 
     Args:
@@ -147,8 +100,8 @@ def _check_document(document: Any, path: str, schema: type[BaseModel], several: 
     if document.get("merge_method") in METHODS:
         if several:  # mergekit-multi names its documents
             document = {key: value for key, value in document.items() if key != "name"}
-        check_unknown_keys(document, schema)
-        config = schema.model_validate(document)
+        check_unknown_keys(document)
+        config = MergeConfiguration.model_validate(document)
         if several:
             read_recipe(config)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from tvb_mergekit.core.lora import factor_gram
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.plugin.planner import check_adapter_place, check_model_place, open_file, plan_only
+from tvb_mergekit.plugin.planner import check_adapter_place, check_model_place, plan_only
 from tvb_mergekit.plugin.recipe import identity_of, refuse_bases
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.settings import VARYING_KEYS
@@ -26,11 +25,9 @@ from tvb_mergekit.store.sparse import Dense
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import FUSE_INSTEAD, Adapter, NotPlainLora, check_embeddings
 from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN, Checkpoint
-from tvb_mergekit.tensors.source import Holds
 from tvb_mergekit.tensors.stream import Item, Part
-from tvb_mergekit.tensors.taskset import EXCLUDED, TaskSet, match
+from tvb_mergekit.tensors.taskset import EXCLUDED, TaskSet
 
-LOG = logging.getLogger(__name__)
 FUSE = (
     "merge the adapters into models first: --fuse --lora-merge-cache DIR (`tvb merge --lora`: "
     "--lora-merge-cache DIR and a size, as --rank)"
@@ -62,14 +59,11 @@ def read_inputs(document: Document, options: Options, names: Sequence[str] = ())
         raise UserError(f"this lists the bases of {place}: list the fine-tuned models")
     with refusing():
         refuse_bases([recipe.base.model.path], "`base_model`")
-    if document.raw:
-        found = _raw_inputs(document)
+    check_for_store(document)
+    if by_factors(document, options):
+        found = ranks.world().first(lambda: _adapter_inputs(document, options, names))
     else:
-        check_for_store(document)
-        if by_factors(document, options):
-            found = ranks.world().first(lambda: _adapter_inputs(document, options, names))
-        else:
-            found = tasks_for_store(document, plan_only(document, options))
+        found = tasks_for_store(document, plan_only(document, options))
     if not found.items:
         raise UserError(NO_TENSOR)
     found.varying = document.varying
@@ -79,18 +73,6 @@ def read_inputs(document: Document, options: Options, names: Sequence[str] = ())
 def by_factors(document: Document, options: Options) -> bool:
     """Whether all models are adapters that stay factors."""
     return not options.fuse and all(model.lora is not None for model in document.recipe.models)
-
-
-def _raw_inputs(document: Document) -> TaskSet:
-    recipe = document.recipe
-    base = open_file(recipe.base)
-    recipe.check_base(base)
-    sources = [*recipe.opened.values()] or [open_file(model) for model in recipe.models]
-    holds: Holds = "weight" if recipe.bases is None else "delta"
-    found, notes = match(base, sources, recipe.tasks, recipe.settings, holds)
-    for note in notes:
-        LOG.warning("%s", note)
-    return recipe.task_set(found.items, base, sources, found.left_out, found.tied, document.dtype)
 
 
 def _adapter_inputs(document: Document, options: Options, names: Sequence[str]) -> TaskSet:

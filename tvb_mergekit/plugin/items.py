@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -77,10 +76,7 @@ class MergedTensors:
             elif each.weight.optional:
                 self.left_out[name] = "not in the base; not written"
             else:
-                more = " (--tensor-intersection leaves it out)" * os.path.isfile(base.model.path)
-                raise UserError(
-                    f"tensor `{name}` is not in the base {base}; it cannot be merged{more}"
-                )
+                raise UserError(f"tensor `{name}` is not in the base {base}; it cannot be merged")
 
         def place(item: Item) -> tuple[str, int]:
             name = item.base.name if item.base else None

@@ -55,8 +55,6 @@ def merge_to_adapter(
     recipe = document.recipe
     settings, folders = recipe.settings, input_folders(recipe)
     check_new_folder(out, folders)
-    if document.raw:
-        raise UserError("the models are weight files: an adapter needs a base in a model folder")
     check_for_store(document, "an adapter")
     factored = by_factors(document, options)
     for why, found in (

@@ -45,7 +45,7 @@ class Name(NamedTuple):
     def by(self) -> str | None:
         """The function of `hooks` that makes the replacement, for names replaced at the import."""
         last = self.place.replace(":", ".").rpartition(".")[2]
-        return last if last in ("run_merge", "plan_flat_merge", "callback") else None
+        return last if last in ("run_merge", "callback") else None
 
 
 def _names(rows: str) -> tuple[Name, ...]:
@@ -54,17 +54,15 @@ def _names(rows: str) -> tuple[Name, ...]:
     return tuple(Name(f"mergekit.{place}", *parameters) for place, *parameters in split)
 
 
-IN_MEMORY = _names("""
+METHOD_CLASS = _names("""
 merge_methods.registry:register method ...
 merge_methods.registry:registered_methods ...
 merge_methods.registry:_METHODS
 merge_methods.base:MergeMethodSpec name parameters contract ...
 merge_methods.base:ParameterSpec name value_type scope default description ...
 merge_methods.base:ParameterSpec.validate self value
-merge_methods.base:MergeMethod.__call__ self groups parameters dtype out_dtype batch_options
 merge_methods.base:MergeMethod._execute
-merge_methods.base:MergeMethod._execute_resolved
-merge_methods.base:MergeMethod._bind_parameters self groups parameters ...
+merge_methods.base:MergeMethod.validate_inputs self input_ids base_id group_name
 """)
 MERGES = _names("""
 merge:run_merge merge_config out_path options config_source
@@ -96,20 +94,14 @@ card:is_hf path
 card:generate_card config config_yaml name ...
 io.tensor_writer:TensorWriter out_path max_shard_size safe_serialization ...
 """)
-RAW = _names("""
-scripts.merge_raw_pytorch:plan_flat_merge config out_path tensor_union tensor_intersection options
-scripts.merge_raw_pytorch:construct_param_dicts config merge_method tensor_name ...
-scripts.merge_raw_pytorch:main.callback config_path out_path *
-""")
 COMMAND = "scripts.{}:main.callback config_file out_path *"
 
 # An imported module of mergekit -> the names to be compared when its import ends. By then mergekit
 # has imported their modules as well. Each command needs `mergekit.merge`, wherever it may be.
 PROBED = {
-    "mergekit.merge_methods.registry": IN_MEMORY,
-    "mergekit.merge_methods": IN_MEMORY,
+    "mergekit.merge_methods.registry": METHOD_CLASS,
+    "mergekit.merge_methods": METHOD_CLASS,
     "mergekit.merge": MERGES,
-    "mergekit.scripts.merge_raw_pytorch": MERGES + RAW,
     "mergekit.scripts.run_yaml": MERGES + _names(COMMAND.format("run_yaml")),
     "mergekit.scripts.multimerge": MERGES + _names(COMMAND.format("multimerge")),
 }

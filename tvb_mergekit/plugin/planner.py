@@ -1,4 +1,4 @@
-"""The plan of a merge: of model folders by mergekit's own planner, or of weight files by name.
+"""The plan of a merge, by mergekit's own planner.
 
 mergekit's planner knows the place of each merged tensor in each model, and resolves `lambda`,
 `alpha` and `density` for the tensor. Our passes replace mergekit's own tasks. Models on this disk
@@ -17,8 +17,7 @@ from typing import Any
 
 import huggingface_hub
 import torch
-from mergekit import merge_methods
-from mergekit.architecture import WeightInfo, get_architecture_info
+from mergekit.architecture import get_architecture_info
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import ConfigReader, MergeConfiguration, OutputSliceDefinition
 from mergekit.io.tasks import LoaderCache
@@ -35,9 +34,7 @@ from tvb_mergekit.plugin.plan import Plan, engine_of
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.sources import (
     ORIGIN,
-    Candidate,
     Loaders,
-    MappedLoader,
     candidate,
     files_of,
     fresh_loaders,
@@ -51,7 +48,6 @@ from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import check_embeddings
 from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint, weight_files
 from tvb_mergekit.tensors.output import check_disk
-from tvb_mergekit.tensors.stream import Part
 
 
 @contextmanager
@@ -173,58 +169,6 @@ class _Reader(ConfigReader):
         yield self.config.parameters
 
 
-def plan_files(document: Document, options: MergeOptions, union: bool, intersection: bool) -> Plan:
-    """The plan of a merge of weight files.
-
-    Args:
-        union: A model may lack tensors. They stay the base's.
-        intersection: Only tensors that all files have are merged and written.
-
-    Raises:
-        UserError: a reason that stops the merge before its first pass.
-    """
-    # An import above would call our hook, which needs this module.
-    from mergekit.scripts.merge_raw_pytorch import construct_param_dicts
-
-    recipe, config, engine = document.recipe, document.config, engine_of(options)
-    files = {model: recipe.opened.get(model) or open_file(model) for model in recipe.every}
-    base, stored = files[recipe.base], recipe.bases is not None
-    recipe.check_base(base)
-    recipe = recipe.over(base)
-    # A store may hold a tensor under another name, which the plan looks up.
-    held = [set((base if stored else file).tensors) for file in files.values()]
-    every = set().union(*held)
-    if not (union or intersection):
-        for model, names in zip(files, held, strict=True):
-            for name in sorted(every - names):
-                kept = ", or keep the base's with --tensor-union" * (name in base.tensors)
-                raise UserError(
-                    f"tensor `{name}` is not in {model}, but in others; merge what all have with "
-                    f"--tensor-intersection{kept}"
-                )
-    method = merge_methods.get(config.merge_method)
-    tensors = MergedTensors(recipe, files, document.dtype, safe=options.safe_serialization)
-    tensors.fill(
-        Candidate(
-            WeightInfo(name=name),
-            dict(construct_param_dicts(config, method, name)[0].items()),
-            {m: Part.of(f, name) if name in f.tensors else None for m, f in files.items()},
-        )
-        for name in sorted(every.intersection(*held) if intersection else every)
-    )
-    loaders = {model: MappedLoader(file) for model, file in files.items()}
-    return Plan(recipe, options, engine, loaders, tensors)
-
-
-def open_file(model: ModelReference) -> Checkpoint:
-    """The weight file that a recipe of mergekit-pytorch names."""
-    path = model.model.path
-    if not os.path.isfile(path):
-        found = "is a folder" if os.path.isdir(path) else "no such file"
-        raise UserError(f"model {path}: {found}; mergekit-pytorch takes one weight file each")
-    return Checkpoint.open(path)
-
-
 def check_model(
     model: ModelReference, base: ModelReference, options: MergeOptions, weights: bool = True
 ) -> Checkpoint | None:
@@ -244,7 +188,9 @@ def check_model(
         dtype = options.lora_merge_dtype
         _check_adapter(model, options.lora_merge_cache, dtype and dtype_from_name(dtype))
     if os.path.isfile(path):
-        raise UserError(f"model {path} is a file (for mergekit-pytorch); expected a model folder")
+        raise UserError(
+            f"model {path} is a file; expected a model folder (`tvb_mergekit.merge` takes files)"
+        )
     check_model_place(path)
     if os.path.isdir(path):
         _check_config(path, base.model.path, options.allow_crimes)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mergekit.common import ModelReference
-from pydantic import BaseModel
+from mergekit.config import MergeConfiguration
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import (
@@ -142,15 +142,15 @@ class _Section:
     base: ModelReference | None = None
 
 
-def read_recipe(config: BaseModel) -> Recipe:
-    """The recipe in a MergeConfiguration or RawPyTorchMergeConfig of one of our methods.
+def read_recipe(config: MergeConfiguration) -> Recipe:
+    """The recipe in a configuration of one of our methods.
 
     Raises:
         UserError: a key, value, model or task name is wrong or missing.
     """
-    method = config.merge_method  # type: ignore[attr-defined]
+    method = config.merge_method
     _check_output(config)
-    base = _reference(config.base_model)  # type: ignore[attr-defined]
+    base = config.base_model
     if base is None:
         raise UserError(f"`base_model` is missing: {method} needs the models' common base")
     sections = list(_sections(config))
@@ -179,18 +179,17 @@ def read_recipe(config: BaseModel) -> Recipe:
 def default_task_name(model_path: str, lora_path: str | None = None) -> str:
     """The last part of the model's or adapter's path, without the @revision of a Hub name."""
     given = lora_path or model_path
-    revision = r"@(?!.*\.(safetensors|bin|pt|pth)$).*"
-    path = given if os.path.exists(given) else re.sub(revision, "", given)
+    path = given if os.path.exists(given) else given.partition("@")[0]
     return path.rstrip("/").rpartition("/")[2] or given
 
 
-def _check_output(config: Any) -> None:
+def _check_output(config: MergeConfiguration) -> None:
     """Check dtypes and the chat template, which mergekit checks after merging the weights."""
     for key in ("dtype", "out_dtype"):
         name = getattr(config, key)
         if name is not None and name.removeprefix("torch.") not in DTYPES:
             raise UserError(f"`{key}` is {shown(name)}: expected one of {', '.join(DTYPES)}")
-    template = getattr(config, "chat_template", None)
+    template = config.chat_template
     # mergekit refuses shorter ones, but only after the merge.
     jinja = template and len(template) >= 20 and re.search("{[{%]", template)
     if template and template != "auto" and not jinja:
@@ -203,17 +202,9 @@ def _check_output(config: Any) -> None:
             )
 
 
-def _reference(model: Any) -> ModelReference | None:
-    """A model; mergekit-pytorch names models by plain paths, which may hold `+` and `@`."""
-    if isinstance(model, str):
-        return ModelReference.model_validate({"model": {"path": model}})
-    assert model is None or isinstance(model, ModelReference)
-    return model
-
-
 def _sections(part: Any, where: str = "") -> Iterator[_Section]:
     parameters = part.model_dump().get("parameters") or {}
-    model, base = (_reference(getattr(part, key, None)) for key in ("model", "base_model"))
+    model, base = getattr(part, "model", None), getattr(part, "base_model", None)
     if getattr(part, "residual_weight", None) is not None:
         raise UserError(f"`{where}residual_weight` has no effect in mergekit: leave it out")
     start, end = getattr(part, "layer_range", None) or (0, 1)
@@ -367,14 +358,13 @@ def _check_there(model: ModelReference) -> None:
 
 
 def folder_of(path: str) -> Path | None:
-    """The folder of the vector at `path` (the folder or its weight file); None for a model.
+    """The folder of the vector at `path`; None for a model.
 
     Raises:
         UserError: the vector lies outside its store.
     """
-    place = Path(path)
-    folder = place.parent if place.is_file() else place
-    if not store.is_basis(place):
+    folder = Path(path)
+    if not store.is_basis(folder):
         return None
     folder = Path(os.path.realpath(folder)) if folder.is_symlink() else folder
     if not (folder.parent / FACTS).is_file():
@@ -388,7 +378,7 @@ def folder_of(path: str) -> Path | None:
 def refuse_bases(paths: Sequence[str], method: str) -> None:
     """Raise UserError if a model is a vector of a store. Other methods would use it as a model."""
     for path in filter(store.is_basis, paths):
-        store_of = (Path(path).parent if os.path.isfile(path) else Path(path)).parent
+        store_of = Path(path).parent
         kind, export = "basis vector", "one with `tvb export STORE OUT --basis K` or `--all-bases`"
         if store.is_store(store_of) and store.read_store_facts(store_of).keeps_tasks:
             kind, export = "task vector", "all with `tvb export STORE --all DIR`, one with `--task`"

@@ -62,11 +62,6 @@ def merge_recipe(
         UserError, MergeRefused: a reason that stops the merge.
     """
     assert options.keys() <= MergeOptions.model_fields.keys()  # others would be dropped
-    if document.raw:
-        raise UserError(
-            "the models are weight files: use `mergekit-pytorch RECIPE OUT` (of a store "
-            "STORE/recipes/NAME.yml), or list folders"
-        )
     try:
         shard = parse_kmb(out_shard_size)
     except (ValueError, IndexError) as error:
@@ -90,14 +85,6 @@ def merge(document: Document, out: str, options: MergeOptions, memory: int | Non
             check_disk(out, plan.output_bytes)
             plan.build(late=True)
             write_model(plan, document, stage, started)
-
-
-def merge_files(plan: Plan, out: str, started: float) -> None:
-    """Merge weight files by their plan into the folder `out`."""
-    with refusing(out=out), staged(out) as stage:
-        plan.build(late=True)
-        write_tensors(plan, stage.path)
-        finish(stage, plan, started, card=False)
 
 
 def check_place(out: str, recipe: Recipe, options: MergeOptions) -> None:
@@ -128,7 +115,7 @@ def write_model(plan: Plan, document: Document, stage: StagedFolder, started: fl
     with replaced("mergekit.card:is_hf", local):
         write_tensors(plan, stage.path)
         _write_companions(plan, document, stage.path)
-        finish(stage, plan, started, card=plan.options.write_model_card)
+        finish(stage, plan, started)
 
 
 @contextmanager
@@ -212,14 +199,14 @@ def _write_companions(plan: Plan, document: Document, folder: Path) -> None:
     stock._copy_tagalong_files(config, str(folder), files=files, options=options)
 
 
-def finish(stage: StagedFolder, plan: Plan, started: float, *, card: bool) -> None:
+def finish(stage: StagedFolder, plan: Plan, started: float) -> None:
     """Write our files into the staged folder, publish the folder, and print the summary."""
     plan.note_unread()
     seconds = plan.basis.seconds
     seconds["merge"] = time.perf_counter() - started - sum(seconds.values())
     facts, tensors = plan.report()
     report.write_files(stage.path, facts, tensors)
-    if card:
+    if plan.options.write_model_card:
         report.add_card_section(stage.path / "README.md", facts, tensors)
     if plan.learned is not None:
         plan.learned.write(stage.path)

@@ -23,7 +23,7 @@ from tvb_mergekit.store.store import base_of, is_store, read_store_facts
 FOLDER = "recipes"
 _HEAD = """\
 # {sentence}
-#   {command} STORE/recipes/{name}.yml OUT
+#   mergekit-yaml STORE/recipes/{name}.yml OUT
 # Copy this file out of the store to edit it: `tvb add`, `tvb remove` and `tvb undo` write it again.
 # Paths that begin with ../ are relative to this folder: change them in the copy.
 """
@@ -42,17 +42,11 @@ def write_recipes(folder: Path, facts: StoreFacts) -> None:
     """Write the recipes of a store into the new folder of the store, which has its vectors."""
     place = folder / FOLDER
     place.mkdir(exist_ok=True)
-    config = folder / facts.store.folders[0] / "config.json"
-    bare = not config.is_file()
-    command = "mergekit-pytorch" if bare else "mergekit-yaml"
     beside = facts.store.base_beside
     base = os.path.join("..", beside) if beside else facts.base_model
     for name, (sentence, recipe) in templates(facts, "..", base).items():
-        if bare:
-            for entry in recipe["models"]:
-                entry["model"] += "/model.safetensors"
         text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
-        head = _HEAD.format(sentence=sentence, command=command, name=name)
+        head = _HEAD.format(sentence=sentence, name=name)
         (place / f"{name}.yml").write_text(head + text, encoding="utf-8")
 
 
@@ -76,12 +70,7 @@ def located(recipe: Any, path: str | os.PathLike[str]) -> Any:
 
 
 def with_paths(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe with paths as mappings if mergekit would split their text, at `+` or `@`.
-
-    If the base is a weight file, the recipe is for mergekit-pytorch, which splits nothing.
-    """
-    if os.path.isfile(str(recipe.get("base_model"))):
-        return dict(recipe)
+    """The recipe with paths as mappings if mergekit would split their text, at `+` or `@`."""
 
     def model(name: object) -> object:
         path = isinstance(name, str) and re.search("[+@]", name) and os.path.exists(name)

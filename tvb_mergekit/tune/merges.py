@@ -265,8 +265,6 @@ def read_tuned(path: str, options: Options, seed: int = 0, memory: int = MEMORY)
     document, text = file.single(), file.text.removeprefix("\ufeff")
     method = document.get("merge_method")
     found = from_mapping(document) if method in METHODS else None
-    if found is not None and found.raw:
-        raise UserError(f"{path}: the models are weight files, which cannot run: list folders")
     linear = found is not None or _check_stock(path, document)
     recipe = None if found is None else found.recipe
     key = "alpha" if method == "basis_negate" else "lambda"
