@@ -51,8 +51,7 @@ def combine(
 ) -> None:
     """Give `sink` the columns of task vectors @ matrix; items without inputs stay the base's."""
     given = as_deltas(items, deltas)
-    drawn = how.get("sketch") is not None
-    names = [item.name for item in given if item.inputs or drawn]
+    names = [item.name for item in given if item.inputs]
     combine_pass(given, dict.fromkeys(names, Linear.of(matrix, add_base)), sink, engine, **how)
 
 

@@ -3,7 +3,6 @@
 The matrix of task vectors T [d, T] is dense, each encoder is naive, Trim sorts. Three encoders come
 from a merge's own files, because the formulas leave them open: the columns of `rand_select`, the
 rotation of `balanced`, and the encoder of `solver: exact`. `check_encoder` checks their properties.
-Omega of `rand_proj` is a definition (seed and tensor name to numbers); it comes from `gram.Sketch`.
 """
 
 import math
@@ -18,8 +17,6 @@ from numpy.typing import NDArray
 from scipy.linalg import expm
 from tiny import load
 from torch import Tensor
-
-from tvb_mergekit.core.gram import Sketch
 
 Array = NDArray[np.float64]
 State = Mapping[str, Tensor]
@@ -262,16 +259,6 @@ def ties(
     return Trimmed(dense.theta + dense.spread(lambda_) * merged, boundary)
 
 
-def random_projection(dense: Dense, count: int, seed: int) -> tuple[Array, Array]:
-    """Q [d, M], orthonormal columns from the Gaussian Omega by QR, and Q^T T [M, T]."""
-    sketch, cpu = Sketch(count, seed), torch.device("cpu")
-    sizes = {name: dense.base[name].numel() for name in dense.names}
-    drawn = [sketch.rows(sketch.stream(n), size, cpu) for n, size in sizes.items() if size]
-    ortho, upper = np.linalg.qr(torch.cat(drawn, 1).T.double().numpy())
-    ortho = ortho * np.sign(np.diag(upper))
-    return ortho, ortho.T @ dense.tau
-
-
 # Matrices of all bases [M, m, n]
 
 
@@ -419,13 +406,8 @@ def expect(
     varying: Mapping[str, Value] | None = None,
 ) -> Expected:
     """The merged tensors of a recipe; `varying` gives lambda, alpha or density tensor by tensor."""
-    if parameters.get("basis") == "rand_proj":
-        count = number_of_bases(dense.gram, parameters.get("num_bases"))  # type: ignore[arg-type]
-        bases, inner = random_projection(dense, count, int(parameters.get("seed", 0)))  # type: ignore[call-overload]
-        rebuilt = bases @ inner
-    else:
-        found = coefficients(dense, parameters, stored)
-        bases, rebuilt = dense.tau @ found.encoder, dense.tau @ found.reconstruction
+    found = coefficients(dense, parameters, stored)
+    bases, rebuilt = dense.tau @ found.encoder, dense.tau @ found.reconstruction
     return merged(dense, method, parameters, bases, rebuilt, tasks, varying)
 
 

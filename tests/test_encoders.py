@@ -17,7 +17,7 @@ from scipy.optimize import minimize
 from threadpoolctl import threadpool_info, threadpool_limits
 from torch import Tensor
 
-from tvb_mergekit.core.encoders import Gram, balanced, encode, projection
+from tvb_mergekit.core.encoders import Gram, balanced, encode
 from tvb_mergekit.core.encoders.exact import FLOOR, most_uniform_vector
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import Settings
@@ -288,23 +288,6 @@ def test_random_selection_takes_tasks_themselves() -> None:
     assert torch.allclose(found.reconstruction[:, chosen], found.encoder, atol=1e-12)
 
 
-def test_projection_is_the_one_on_the_sketch() -> None:
-    random = np.random.default_rng(6)
-    tau, omega = random.standard_normal((50, 8)), random.standard_normal((50, 3))
-    gram, inner = torch.from_numpy(tau.T @ tau), torch.from_numpy(omega.T @ tau)
-    found = projection(gram, torch.from_numpy(omega.T @ omega), inner)
-    assert found.encoder is None and found.reconstruction is None
-    assert found.mixing is not None
-    q = omega @ found.mixing.numpy()
-    np.testing.assert_allclose(q.T @ q, np.eye(3), atol=1e-12)
-    np.testing.assert_allclose(q.T @ tau, found.decoder, atol=1e-12)
-    assert found.loss == pytest.approx(np.square(tau - q @ (q.T @ tau)).sum())
-    assert found.spectral_bound == pytest.approx(reference.spectral_bound(tau.T @ tau, 3))
-    ones = torch.ones(3, 3, dtype=torch.float64)
-    with pytest.raises(UserError, match="no 3 independent directions"):
-        projection(gram, ones - 2, inner)
-
-
 def test_number_of_bases() -> None:
     gram = np.diag([6.0, 3.0, 1.0, 0.0])
     given_ = [({}, 2), ({"num_bases": 4}, 4), ({"basis_ratio": 0.1}, 1), ({"energy": 0.6}, 1)]
@@ -324,7 +307,6 @@ def test_number_of_bases() -> None:
         (torch.tensor([[1.0, 0.0], [0.0, math.nan]]), {}, r"not finite in rows \[1\]"),
         (torch.tensor([[1.0, 0.5], [0.0, 1.0]]), {}, "not symmetric"),
         (torch.eye(4), {"num_bases": 5}, "`num_bases` is 5: expected 1 to 4"),
-        (torch.eye(4), {"basis": "rand_proj"}, "projection"),
         (1e30 * np.eye(4), {"steps": 5, "learning_rate": 1e30}, "lower `learning_rate`"),
     ],
 )

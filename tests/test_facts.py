@@ -114,7 +114,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ae": {"basis": "ae", "num_bases": 3, "steps": 300},
     "exact": {"basis": "ae", "solver": "exact", "num_bases": 2},
     "balanced": {"basis": "balanced", "num_bases": 3},
-    "rand_proj": {"basis": "rand_proj", "num_bases": 2},
+    "negated": {"basis": "pca", "num_bases": 2, "forget": "math", "alpha": 1},
 }
 
 
@@ -123,10 +123,8 @@ def results(world: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, R
     folder = tmp_path_factory.mktemp("merged")
     made = {}
     for name, keys in CASES.items():
-        method, more = "basis_ta", {}
-        if name == "rand_proj":
-            method, more = "basis_negate", {"forget": "math", "alpha": 1}
-        made[name] = world("llama").merge(method, folder / name, **keys, **more)
+        method = "basis_negate" if name == "negated" else "basis_ta"
+        made[name] = world("llama").merge(method, folder / name, **keys)
     return made
 
 
@@ -136,7 +134,7 @@ def test_basis_json_says_what_was_merged(results, world):
         facts = result.facts
         for package in ("tvb-mergekit", "mergekit", "torch"):
             assert facts["versions"][package] == importlib.metadata.version(package)
-        assert facts["method"] == ("basis_negate" if case == "rand_proj" else "basis_ta")
+        assert facts["method"] == ("basis_negate" if case == "negated" else "basis_ta")
         assert (facts["format_version"], facts["left_out"]) == (1, {})
         assert facts["tasks"] == list(TASKS)
         assert (facts["base_model"], facts["models"]) == (str(base), list(map(str, models)))
@@ -155,7 +153,7 @@ def test_parameters_are_there_as_resolved(results: dict[str, Result]) -> None:
     resolved |= {"exclude": None, "lambda_scale": "bases", "lambda": 0.4, "seed": 0}
     assert found == resolved | {"weights": dict.fromkeys(TASKS, 1.0)}
     assert results["ae"].facts["parameters"]["solver"] == "adam"
-    negated = results["rand_proj"].facts["parameters"]
+    negated = results["negated"].facts["parameters"]
     assert negated["forget"] == ["math"] and negated["alpha"] == 1 and negated["lambda"] == 0
 
 

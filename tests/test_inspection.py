@@ -20,14 +20,14 @@ from worlds import THREE, Models, World
 
 from tvb_mergekit.cli.inspect import error_text, print_inspection
 from tvb_mergekit.cli.plot import plot
-from tvb_mergekit.core.encoders import Encoding, encode, projection
+from tvb_mergekit.core.encoders import Encoding, encode
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import Settings
 from tvb_mergekit.store.facts import Facts, StoreFacts
 from tvb_mergekit.store.forms import group_of
 from tvb_mergekit.store.inspection import Inspection, as_json
 
-BASES = ("ae", "pca", "rand_proj")
+BASES = ("ae", "pca")
 NASTY = ["[red]bold[/red]", "<script>alert(1)</script>", "$x_1$ & \\frac", ":smile:"]
 
 
@@ -39,17 +39,8 @@ def vectors_of(tasks: int) -> np.ndarray:
     return vectors + groups[:, random.integers(0, groups.shape[1], tasks)]
 
 
-def directions(vectors: np.ndarray, count: int) -> np.ndarray:
-    """What `rand_proj` draws here."""
-    return np.random.default_rng(7).standard_normal((len(vectors), count))
-
-
 def encoding_of(vectors: np.ndarray, basis: str, count: int) -> Encoding:
     gram = torch.from_numpy(vectors.T @ vectors)
-    if basis == "rand_proj":
-        omega = directions(vectors, count)
-        sketches = torch.from_numpy(omega.T @ omega), torch.from_numpy(omega.T @ vectors)
-        return projection(gram, *sketches)
     keys: dict[str, Any] = {"ae": {"solver": "exact"}, "linear_ae": {"steps": 5}}.get(basis, {})
     if basis != "none":
         keys["num_bases"] = count
@@ -87,7 +78,6 @@ def inspected(
         "encoder": encoding.encoder,
         "decoder": encoding.decoder,
         "reconstruction": encoding.reconstruction if basis == "pca" else None,
-        "mixing": encoding.mixing,
     }
     if kind in ("store", "grown"):
         folders = [f"basis-{m:03d}" for m in range(encoding.num_bases)]
@@ -106,7 +96,7 @@ def inspected(
         tensors["gram_bases"] = encoding.encoder.T @ tensors["gram"] @ encoding.encoder
     gone = {
         "grown": ("gram", "eigenvalues"),
-        "recipe": ("encoder", "decoder", "reconstruction", "mixing"),
+        "recipe": ("encoder", "decoder", "reconstruction"),
     }.get(kind, ())
     held = {name: t for name, t in tensors.items() if t is not None and name not in gone}
     schema = StoreFacts if "store" in facts else Facts
@@ -129,12 +119,8 @@ def test_errors_are_those_of_the_dense_vectors(basis: str) -> None:
     for tasks, count in ((1, 1), (9, 4)):
         vectors = vectors_of(tasks)
         inspection = inspected(tasks, basis, count, vectors=vectors)
-        if basis == "rand_proj":
-            unit = np.linalg.qr(directions(vectors, count))[0]
-            rebuilt = unit @ (unit.T @ vectors)
-        else:
-            tensors = inspection.tensors
-            rebuilt = vectors @ tensors["encoder"].numpy() @ tensors["decoder"].numpy()
+        tensors = inspection.tensors
+        rebuilt = vectors @ tensors["encoder"].numpy() @ tensors["decoder"].numpy()
         if basis == "pca":
             rebuilt = rebuilt + vectors.mean(axis=1, keepdims=True)
         norms = np.linalg.norm(vectors, axis=0)
@@ -197,7 +183,7 @@ def test_choices_against_dense_spans(tasks: int) -> None:
 
 
 CONVEX = ("ae", "balanced", "none", "rand_select")
-MERGES = [("merge", basis) for basis in (*CONVEX, "linear_ae", "pca", "rand_proj")]
+MERGES = [("merge", basis) for basis in (*CONVEX, "linear_ae", "pca")]
 
 
 @pytest.mark.parametrize("kind, basis", [*MERGES, ("recipe", "ae"), ("grown", "balanced")])
@@ -251,7 +237,6 @@ def cases() -> dict[str, Inspection]:
         "zero reconstructions": gone,
         "many tasks and bases": inspected(14, count=13),
         "nasty names": inspected(4, names=NASTY, kind="store"),
-        "rand_proj": inspected(6, "rand_proj"),
         "recipe, control characters": inspected(2, names=["\x1b[2J", "a\nb"], kind="recipe"),
         "errors not known": inspected(3, kind="store", errors=unknown),
     }
@@ -292,7 +277,7 @@ def test_edges(name: str, tmp_path: Path) -> None:
     keys = {"base_model", "dtype", "parameters", "loss", "spectral_bound", "balanced_bound"}
     assert keys < set(result)
 
-    if name in ("one task", "nasty names", "rand_proj", "errors not known"):
+    if name in ("one task", "nasty names", "errors not known"):
         return  # the same panels as others, or drawn below
     pytest.importorskip("matplotlib")
     plot(inspection, tmp_path / "a.svg")
@@ -314,7 +299,6 @@ def test_what_the_tables_say(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{100 * inspection.choices[3].retained_energy:.2f}" in row
     assert "lambda_{M+1}(G)" in text
     assert "not built" in printed(inspected(kind="recipe"))
-    assert "random directions" in printed(inspected(6, "rand_proj"))
     text = printed(inspected(names=NASTY), 120, force_terminal=True, color_system=None)
     assert all(name in text for name in NASTY)  # as they are
     assert "\\x1b[2J" in printed(inspected(2, names=["\x1b[2J", "b"]))

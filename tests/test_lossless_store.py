@@ -148,7 +148,6 @@ MERGES: dict[str, tuple[str, dict[str, Any], slice]] = {
     "wudi of some": ("basis_wudi", {"basis": "none"}, SOME),
     "pca": ("basis_negate", {"basis": "pca", "num_bases": 2, **FORGET}, ALL),
     "pca of some": ("basis_negate", {"basis": "pca", "num_bases": 2, **FORGET}, SOME),
-    "rand_proj": ("basis_negate", {"basis": "rand_proj", **FORGET}, ALL),
     "excluded": ("basis_ta", {"basis": "balanced", "exclude": "mlp"}, ALL),
 }
 

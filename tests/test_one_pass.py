@@ -45,7 +45,6 @@ READS: list[tuple[str, dict[str, Any], int, int]] = [
     ("basis_negate", {"basis": "none", **FORGET}, 1, 1),
     ("basis_negate", {**DRAWN, **FORGET}, 2, 1),
     ("basis_negate", {**HALF, **FORGET}, 2, 1),
-    ("basis_negate", {"basis": "rand_proj", **FORGET}, 1, 0),
     ("basis_ties", {"basis": "none"}, 2, 2),
     ("basis_ties", {**DRAWN, "merge_func": "mean"}, 2, 2),
     ("basis_ties", HALF, 3, 2),

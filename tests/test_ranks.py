@@ -104,8 +104,6 @@ CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
     "one pass": (2, "merge", "sharded", "basis_ta", BALANCED),
     "matrices in one pass": (2, "merge", "tied", "basis_iso", BALANCED),
     "thresholds and sums": (2, "merge", "tied", "basis_ties", {"basis": "none"}),
-    "projection": (*(2, "merge", "gpt2", "basis_negate"), {"basis": "rand_proj", "num_bases": 2,
-        "forget": "code", "alpha": 0.7}),
     "store": (3, "build", "tied", "basis_ta", {"basis": "pca", "num_bases": 2}),
     "codes": (2, "build --bits 2", "tied", "basis_ta", {"basis": "none"}),
     "samples": (2, "build --keep 0.3", "sharded", "basis_ta", {"basis": "none"}),

@@ -101,7 +101,6 @@ BAD: dict[str, list[tuple[dict[str, object], str]]] = {
         ({"decoder": "authors"}, "`decoder` is 'authors': expected one of least_squares"),
         ({"basis": "linear_ae", "decoder": "learned"}, "`decoder` belongs to basis ae,"),
         ({"basis": "linear_ae", "solver": "exact"}, "linear_ae uses adam only"),
-        ({"basis": "rand_proj"}, "only basis_negate uses it, not basis_ta"),
         ({"exclude": ""}, "`exclude` is empty"),
         ({"lambda_scale": "task"}, "(did you mean `tasks`?)"),
         ({"lambda": [{"filter": "x", "value": "y"}]}, "`lambda` is 'y': expected"),
@@ -110,7 +109,6 @@ BAD: dict[str, list[tuple[dict[str, object], str]]] = {
     "basis_negate": [
         (FORGET | {"trim": "model"}, "`trim` belongs to basis_ties"),
         ({"forget": "math"}, "basis_negate needs `forget: task` and `alpha: number`"),
-        (FORGET | {"basis": "rand_proj", "energy": 0.9}, "`energy`: unknown for rand_proj"),
         (FORGET | {"forget": ""}, "`forget` is empty"),
         (FORGET | {"forget": "math,,code"}, "a name between the commas is empty"),
         (FORGET | {"forget": "math, math"}, "'math' is there twice"),

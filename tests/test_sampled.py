@@ -209,7 +209,6 @@ def test_a_basis_is_not_sampled(family: Models, tmp_path: Path) -> None:
         ({"basis": "ae", "solver": "exact", "num_bases": 2, "exclude": ["mlp"]}, []),
         ({"basis": "none"}, ["--dtype", "bfloat16"]),
         ({"basis": "pca", "num_bases": 2}, ["--bits", "4"]),
-        ({"basis": "rand_proj", "num_bases": 2}, []),
         ({"basis": "rand_select", "num_bases": 1}, ["recoded"]),
         ({"basis": "none", "exclude": "mlp"}, ["recoded"]),
     ],
@@ -225,9 +224,7 @@ def test_errors_of_bases_over_codes_and_samples(
         again = tmp_path / "again"
         tvb("build", write(over, tmp_path / "recoded"), again, "--bits", "8", "--quiet")
         listed, words = [again / task for task in tasks.facts.store.folders], []
-    method = "basis_negate" if keys["basis"] == "rand_proj" else "basis_ta"
-    keys = {**keys, "forget": TASKS[0], "alpha": 0.5} if method == "basis_negate" else keys
-    over = recipe(method, family.base, listed, own={2: {"weight": -0.01}}, **keys)
+    over = recipe("basis_ta", family.base, listed, own={2: {"weight": -0.01}}, **keys)
     store = tmp_path / "store"
     tvb("build", write(over, tmp_path / "over"), store, *words, "--quiet")
     base, taus = dense(family)

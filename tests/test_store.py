@@ -15,7 +15,7 @@ import safetensors
 import torch
 from commands import contents, recipe
 from numpy.typing import NDArray
-from reference import Dense, coefficients, flat, random_projection
+from reference import Dense, coefficients, flat
 from safetensors.torch import load_file, save_file
 from tiny import TASKS, family, load
 from transformers import AutoConfig, AutoTokenizer
@@ -42,7 +42,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "linear_ae": {"basis": "linear_ae", "num_bases": 2, "steps": 300},
     "pca": {"basis": "pca", "num_bases": 2},
     "rand_select": {"basis": "rand_select", "num_bases": 3, "seed": 1},
-    "rand_proj": {"basis": "rand_proj", "num_bases": 3, "seed": 7},
     "none": {"basis": "none"},
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,12 +55,7 @@ def document(
     own: dict[int, dict[str, Any]] | None = None,
     **parameters: Any,
 ) -> dict[str, Any]:
-    """A recipe; `basis_negate` if only that accepts the basis."""
-    method = "basis_ta"
-    if parameters.get("basis") == "rand_proj":
-        method = "basis_negate"
-        parameters |= {"forget": models[0].name.partition(".")[0], "alpha": 1.0}
-    return recipe(method, base, models, own, **parameters)
+    return recipe("basis_ta", base, models, own, **parameters)
 
 
 def read(base: Path, models: Sequence[Path], own: Any = None, **parameters: Any) -> TaskSet:
@@ -102,15 +96,10 @@ def check(folder: Path, dense: Dense, keys: dict[str, Any], dtype: str = "float3
     kind, count, gram = str(keys.get("basis", "ae")), facts["num_bases"], dense.gram
     close(numbers["gram"], gram)
     close(numbers["eigenvalues"], np.sort(np.linalg.eigvalsh(gram))[::-1])
-    if kind == "rand_proj":
-        bases, inner = random_projection(dense, count, keys["seed"])
-        assert "encoder" not in numbers
-        close(numbers["decoder"], inner, 3e-6)
-    else:
-        want = coefficients(dense, keys, numbers)
-        close(numbers["encoder"], want.encoder, 2e-5)
-        close(numbers["decoder"], want.decoder, 1e-4)
-        bases = dense.tau @ numbers["encoder"]
+    want = coefficients(dense, keys, numbers)
+    close(numbers["encoder"], want.encoder, 2e-5)
+    close(numbers["decoder"], want.decoder, 1e-4)
+    bases = dense.tau @ numbers["encoder"]
     close(numbers["gram_bases"], bases.T @ bases, 2e-6)
     found = stored(folder, dense, count, DTYPES[dtype])
     relative, least = ROUNDING[dtype]
@@ -138,7 +127,7 @@ def check(folder: Path, dense: Dense, keys: dict[str, Any], dtype: str = "float3
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [*((kind, "float32") for kind in KINDS), ("pca", "bfloat16"), ("rand_proj", "float16")],
+    [*((kind, "float32") for kind in KINDS), ("pca", "bfloat16"), ("ae", "float16")],
 )
 def test_the_bases_are_those_of_the_dense_reference(kind, dtype, world, tmp_path):
     base, models = world("mixed dtypes").base, world("mixed dtypes").listed
@@ -230,7 +219,7 @@ def same(one: Path, other: Path, but: Sequence[str] = ()) -> None:
             assert mine == theirs.replace(os.fsencode(other), b"STORE"), name
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("pca", "bfloat16"), ("rand_proj", "float32")])
+@pytest.mark.parametrize(("kind", "dtype"), [("pca", "bfloat16"), ("balanced", "float32")])
 def test_files_are_the_same_however_they_were_made(kind, dtype, tmp_path, monkeypatch):
     base, models = raw_family(tmp_path / "in", BIG)
     cache = str(tmp_path / "cache")

@@ -231,7 +231,7 @@ def standing(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = world("llama")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TVB_MERGEKIT_CACHE", str(place / "cache"))
-        for name, kind in {"one": "pca", "other": "balanced", "drawn": "rand_proj"}.items():
+        for name, kind in {"one": "pca", "other": "balanced"}.items():
             stored(found, place / name, **KINDS[kind])
     copied = {"base": found.base, "math": found.listed[0], "copy": place / "one"}
     for name, folder in copied.items():
@@ -240,7 +240,6 @@ def standing(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 ONE, OTHER = (("one/basis-000", "one/basis-001"), ("other/basis-000", "other/basis-001"))
-DRAWN = ("drawn/basis-000", "drawn/basis-001", "drawn/basis-002")
 REFUSED: dict[str, tuple[str, str, Sequence[str], dict[str, Any]]] = {
     # the message -> method, base, what is listed, parameters
     "`num_bases` was set when": ("basis_ta", "base", ONE, {"num_bases": 2}),
@@ -251,7 +250,6 @@ REFUSED: dict[str, tuple[str, str, Sequence[str], dict[str, Any]]] = {
     "no config.json in this folder": ("basis_ta", "base", ("one",), {}),
     "two stores": ("basis_ta", "base", ("one/basis-000", "copy/basis-001"), {}),
     "is not a vector of a store": ("basis_ta", "base", ("math", *ONE), {}),
-    "only basis_negate": ("basis_ta", "base", DRAWN, {}),
     "a difference from its base": ("basis_ta", "one/basis-000", OTHER, {}),
     "belongs to the base": ("basis_ta", "math", ONE, {}),
 }

@@ -168,7 +168,6 @@ OVER: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "balanced": ({"basis": "balanced"}, "basis_ta", {"lambda_scale": "tasks"}),
     "energy": ({"basis": "balanced", "energy": 0.7}, "basis_tsvm", {}),
     "pca": ({"basis": "pca"}, "basis_negate", {"forget": "code", "alpha": 0.7, "lambda_": 0.2}),
-    "rand_proj": ({"basis": "rand_proj"}, "basis_negate", {"forget": "code", "alpha": 0.7}),
     "excluded": ({"basis": "balanced", "exclude": "w1"}, "basis_ta", {}),
 }
 

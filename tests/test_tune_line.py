@@ -34,7 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "forget": ("basis_negate", {"basis": "pca", "num_bases": 2, "forget": "code", "alpha": 1}),
     "forget from the sum": ("basis_negate",
                             {**BALANCED, "forget": "code,chat", "alpha": 1, "lambda": 0.3}),
-    "forget by chance": ("basis_negate", {"basis": "rand_proj", "num_bases": 3, "lambda": 0.2,
+    "forget by chance": ("basis_negate", {"basis": "rand_select", "num_bases": 3, "lambda": 0.2,
                                           "forget": "math", "alpha": 1}),
     "some left out": ("basis_ta", {**BALANCED, "exclude": "embed|lm_head"}),
     "task_arithmetic": ("task_arithmetic", {}),

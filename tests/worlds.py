@@ -368,10 +368,9 @@ FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
     "conv1d adapters": partial(adapters, configs=[{"target_modules": CONV}] * 3, make=gpt2),
     "store of pca": partial(a_store, basis="pca"),
     "store of balanced": partial(a_store, basis="balanced"),
-    "store of rand_proj": partial(a_store, basis="rand_proj"),
     "store of all": partial(a_store, basis="none"),
     "store of gpt2": partial(a_store, basis="balanced", make=gpt2),
-    "store, tied": partial(a_store, basis="rand_proj", make=TIED, same={HEAD: EMBEDDING}),
+    "store, tied": partial(a_store, basis="pca", make=TIED, same={HEAD: EMBEDDING}),
     "store in float16": partial(
         a_store, basis="balanced", dtype="float16", dtypes=MIXED, scale=0.002
     ),

@@ -21,9 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, Val
 from tvb_mergekit.errors import UserError
 
 Method = Literal["basis_ta", "basis_ties", "basis_iso", "basis_tsvm", "basis_wudi", "basis_negate"]
-BasisName = Literal[
-    "ae", "balanced", "groups", "linear_ae", "pca", "rand_select", "rand_proj", "none"
-]
+BasisName = Literal["ae", "balanced", "groups", "linear_ae", "pca", "rand_select", "none"]
 Solver = Literal["adam", "exact"]
 METHODS: tuple[Method, ...] = get_args(Method)
 MATRIX_METHODS: tuple[Method, ...] = ("basis_iso", "basis_tsvm", "basis_wudi")
@@ -295,7 +293,7 @@ def resolve_settings(method: str, given: Mapping[str, object], tasks: Sequence[s
                 check_value(key, leaf)
         else:
             values[key] = check_value(key, value)
-    _check_combination(method, values)
+    _check_combination(values)
     _check_size(values, len(tasks))
     if method == "basis_negate":
         if "forget" not in given or "alpha" not in given:
@@ -326,12 +324,8 @@ def _leaves(value: object) -> Iterator[object]:
         yield value
 
 
-def _check_combination(method: str, values: Mapping[str, Any]) -> None:
+def _check_combination(values: Mapping[str, Any]) -> None:
     basis, solver = (values.get(key, GLOBAL_KEYS[key].default) for key in ("basis", "solver"))
-    if basis == "rand_proj" and method != "basis_negate":
-        raise UserError(f"`basis` is rand_proj: only basis_negate uses it, not {method}")
-    if basis == "rand_proj" and "energy" in values:
-        raise UserError("`energy`: unknown for rand_proj; give `num_bases` or `basis_ratio`")
     for key in values:
         spec = GLOBAL_KEYS[key]
         if basis not in spec.bases:

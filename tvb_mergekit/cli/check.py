@@ -123,8 +123,6 @@ def _costs(tasks: TaskSet, merged: int, out: str | None, store: str = "") -> Ite
 def _passes(tasks: TaskSet) -> int:
     """How often a merge without a cached Gram matrix reads the models."""
     settings = tasks.settings
-    if settings.basis == "rand_proj":
-        return 1  # merges random directions, which are not read
     gram = tasks.sums is None and not known_before(settings)
     trim = {"model": 1, "tensor": 2}[settings.trim] if settings.method == "basis_ties" else 0
     return 1 + gram + trim

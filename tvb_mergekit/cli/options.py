@@ -339,10 +339,6 @@ def document_of(recipe: str, method: str | None, base: str | None) -> Document:
         from tvb_mergekit.plugin.document import from_mapping  # `base_of` has checked mergekit
 
         return from_mapping(with_paths(known[method][1]))
-    if "add" not in known and method == "add":
-        raise UserError(
-            f"the bases in {recipe} are random directions (rand_proj): they have no sum to merge"
-        )
     if method is None:
         raise UserError(f"{recipe} is a store: name a --method, one of {', '.join(known)}")
     known_words = f"expected one of {', '.join(known)}"

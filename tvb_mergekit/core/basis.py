@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.encoders import Encoding, encode, encode_before, projection
-from tvb_mergekit.core.gram import GramSums, Sketch
+from tvb_mergekit.core.encoders import Encoding, encode, encode_before
+from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.merge import Linear, Step, Term, TrimElectMerge
 from tvb_mergekit.core.trim import Histogram
 from tvb_mergekit.errors import UserError
@@ -58,10 +58,7 @@ class Combination(ABC):
     @property
     @abstractmethod
     def weighted_encoder(self) -> Tensor:
-        """[N, M] float64: B = vectors @ weighted_encoder (paper Eq. 8).
-
-        For rand_proj the vectors are the columns of Omega.
-        """
+        """[N, M] float64: B = vectors @ weighted_encoder (paper Eq. 8)."""
 
     @property
     @abstractmethod
@@ -155,24 +152,18 @@ class Basis(Combination):
     sums: GramSums
     encoding: Encoding
     weights: Sequence[float]
-    sketch: Sketch | None = None
     cached: bool = False
 
     @property
     def weighted_encoder(self) -> Tensor:
-        """diag(weights) W_e, or the `mixing` of rand_proj."""
-        if self.encoding.mixing is not None:
-            return self.encoding.mixing
+        """diag(weights) W_e."""
         return self._weighted(self.encoding.encoder)
 
     @property
     def weighted_reconstruction(self) -> Tensor:
-        if self.encoding.mixing is not None:
-            return self.encoding.mixing @ self.encoding.decoder
         return self._weighted(self.encoding.reconstruction)
 
-    def _weighted(self, rows: Tensor | None) -> Tensor:
-        assert rows is not None  # of all but rand_proj
+    def _weighted(self, rows: Tensor) -> Tensor:
         return torch.tensor(self.weights, dtype=torch.float64, device="cpu")[:, None] * rows
 
 
@@ -205,7 +196,6 @@ def build(
     tasks: Sequence[str],
     weights: Sequence[float],
     raw: GramSums,
-    sketch: Sketch | None = None,
 ) -> Basis:
     """The basis of unweighted sums.
 
@@ -220,12 +210,8 @@ def build(
             )
     sums = raw.scaled(weights)
     with phase("Encoding"):
-        if sketch is not None:
-            assert sums.sketch_gram is not None and sums.sketch_tasks is not None
-            encoding = projection(sums.gram, sums.sketch_gram, sums.sketch_tasks)
-        else:
-            encoding = encode(sums.gram, settings)
-    return Basis(settings, tasks, sums, encoding, weights, sketch)
+        encoding = encode(sums.gram, settings)
+    return Basis(settings, tasks, sums, encoding, weights)
 
 
 def before_gram(settings: Settings, tasks: Sequence[str], weights: Sequence[float]) -> Basis | None:

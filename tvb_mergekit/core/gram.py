@@ -6,7 +6,6 @@ float32, and the products in float64. The relative error of the trace is about 3
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +31,6 @@ class GramSums:
 
     Attributes:
         gram: T^T T [T, T].
-        sketch_gram, sketch_tasks: Omega^T Omega [M, M] and Omega^T T [M, T], for rand_proj.
         matrix_squares: ||theta_0||^2 and ||tau_i||^2 over tensors of two or more dimensions,
             [1 + T]; None for a chunk.
     """
@@ -40,17 +38,11 @@ class GramSums:
     gram: Tensor
     base_norm_squared: float = 0.0
     num_parameters: int = 0
-    sketch_gram: Tensor | None = None
-    sketch_tasks: Tensor | None = None
     matrix_squares: Tensor | None = None
 
     @classmethod
-    def zero(cls, tasks: int, sketch: Sketch | None = None) -> GramSums:
-        sums = cls(_zeros(tasks, tasks), matrix_squares=_zeros(1 + tasks))
-        if sketch is not None:
-            sums.sketch_gram = _zeros(sketch.columns, sketch.columns)
-            sums.sketch_tasks = _zeros(sketch.columns, tasks)
-        return sums
+    def zero(cls, tasks: int) -> GramSums:
+        return cls(_zeros(tasks, tasks), matrix_squares=_zeros(1 + tasks))
 
     def of_tensor(self, shape: Sequence[int], shares: Sequence[float]) -> GramSums:
         """These sums, of a complete tensor of this shape.
@@ -93,37 +85,12 @@ class GramSums:
     def scaled(self, weights: Sequence[float]) -> GramSums:
         """The sums for task vectors scaled by `weights` [T]: exact, since G is bilinear."""
         w = torch.tensor(weights, dtype=torch.float64, device="cpu")
-        tasks, squares = self.sketch_tasks, self.matrix_squares
+        squares = self.matrix_squares
         return replace(
             self,
             gram=self.gram * torch.outer(w, w),
-            sketch_tasks=None if tasks is None else tasks * w,
             matrix_squares=None if squares is None else squares * torch.cat([_zeros(1) + 1, w**2]),
         )
-
-
-@dataclass(frozen=True)
-class Sketch:
-    """A d x M Gaussian matrix Omega that is never held: rows come from (seed, tensor name)."""
-
-    columns: int
-    seed: int
-
-    def stream(self, tensor_name: str) -> torch.Generator:
-        """A generator for one tensor's rows; draw them with `rows` in order, BLOCK at a time."""
-        text = hashlib.sha256(f"{self.seed}:{tensor_name}".encode()).digest()
-        return torch.Generator().manual_seed(int.from_bytes(text[:8], "little") >> 1)
-
-    def rows(self, generator: torch.Generator, count: int, device: torch.device) -> Tensor:
-        """The next `count` rows, transposed: [M, count] float32 on `device`.
-
-        The CPU draws blocks of BLOCK rows: Omega depends on neither device nor block budget.
-        """
-        omega = torch.empty(self.columns, count, dtype=torch.float32, device="cpu")
-        for start in range(0, count, BLOCK):
-            block = torch.randn(self.columns, BLOCK, generator=generator, device="cpu")
-            omega[:, start : start + BLOCK] = block[:, : count - start]
-        return omega.to(device)
 
 
 def products(left: Tensor, right: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class Linear:
 
     Addition over bases and negation have this form (paper Eq. 3), since B = T W_e (Eq. 8) and
     T_hat = T R (Eq. 10): the terms are (lambda, W_e 1) and (-alpha, R[:, forget] 1). Bases and
-    exports have it as well. For rand_proj the rows of Omega replace task vectors.
+    exports have it as well.
     """
 
     outputs: Sequence[Sequence[Term]]

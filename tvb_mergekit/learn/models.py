@@ -211,16 +211,11 @@ def mixtures_of(plan: Plan, mixture: Mixture) -> Tensor:
     tasks = len(basis.tasks)
     if mixture == "equal":
         return torch.full((tasks, basis.num_bases), 1 / tasks).double()
-    encoder: Tensor | None
     if store is None:
         assert isinstance(basis, Basis)
         encoder = basis.encoding.encoder
     else:
-        encoder = store.encoder
-        if encoder is not None:
-            encoder = (encoder * store.shares)[:, list(plan.recipe.order)]
-    if encoder is None:
-        raise _without_mixtures(plan, mixture)
+        encoder = (store.encoder * store.shares)[:, list(plan.recipe.order)]
     if mixture == "positive":
         if float(encoder.amax(0).min()) <= 0:
             raise UserError("--mixture positive: a basis has no positive weight; choose equal")

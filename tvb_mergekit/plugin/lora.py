@@ -60,7 +60,6 @@ def merge_to_adapter(
     for why, found in (
         ("not all models are adapters", not factored),
         ("basis_ties trims single entries", settings.method == "basis_ties"),
-        ("rand_proj adds random matrices", settings.basis == "rand_proj"),
     ):
         if found and not any(size):
             raise UserError(NEEDS_SIZE.format(why))

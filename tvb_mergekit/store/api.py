@@ -346,12 +346,9 @@ def _inputs(
     check_tasks(tasks, names)
     if unknown := [task for task in weights if task not in models]:
         raise UserError(f"`weights` names the unknown task {unknown[0]!r}")
-    method, given = "basis_ta", _keys(settings)
+    given = _keys(settings)
     varying = {key: check_value(key, given[key]) for key in VARYING_KEYS if key in given}
-    if check_value("basis", given.get("basis", "ae")) == "rand_proj":  # which no addition takes
-        method, given = "basis_negate", {**given, "forget": tasks[0], "alpha": 1.0}
-    resolved = resolve_settings(method, given, tasks).model_copy(update={"forget": ()})
-    made, notes = match(found, sources, tasks, resolved)
+    made, notes = match(found, sources, tasks, resolve_settings("basis_ta", given, tasks))
     for note in notes:
         warnings.warn(note, stacklevel=3)  # at the caller of `build` or `add`
     made.weights = [check_value("weight", weights.get(task, 1.0)) for task in tasks]

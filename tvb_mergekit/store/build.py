@@ -126,7 +126,6 @@ def build_store(
             inputs.folder,
             engine,
             coding=coding,
-            sketch=basis.sketch,
             journals=unfinished.journals,
         )
         basis.seconds = {
@@ -176,7 +175,7 @@ def build_in_memory(
     basis = _basis(inputs, sums_of(inputs, engine), warn)
     items = [replace(item, out=dtype) for item in inputs.items]
     vectors, history = dense_vectors(inputs, basis, dtype), history_of(inputs, basis)
-    return in_memory(vectors, history, items, encoder_matrix(basis), engine, basis.sketch)
+    return in_memory(vectors, history, items, encoder_matrix(basis), engine)
 
 
 def inspect_inputs(inputs: TaskSet, engine: Engine = Engine()) -> tuple[Facts, dict[str, Tensor]]:
@@ -195,10 +194,7 @@ def _basis(inputs: TaskSet, sums: GramSums, warn: Warn) -> Basis:
 
 
 def encoder_matrix(basis: Basis) -> Tensor:
-    """The factors of the task vectors (or of Omega) in each basis.
-
-    [T, M]; [T, M + 1] for PCA, with the mean last; [M, M] for rand_proj.
-    """
+    """The factors of the task vectors in each basis, [T, M]; [T, M + 1] with PCA's mean."""
     if basis.settings.basis != "pca":
         return basis.weighted_encoder
     mean = torch.tensor(basis.weights, dtype=torch.float64)[:, None] / len(basis.tasks)

@@ -200,7 +200,7 @@ class Inspection:
 
     @property
     def reconstruction(self) -> Tensor | None:
-        """R with T_hat = T R, [T, T] float64; None for rand_proj and before the bases are built."""
+        """R with T_hat = T R, [T, T] float64; None before the bases are built."""
         if not {"encoder", "decoder"} <= set(self.tensors):
             return None
         encoder, decoder = self.tensors["encoder"], self.tensors["decoder"]
@@ -218,16 +218,12 @@ class Inspection:
                 task: (of.at_least or 0.0, math.inf if of.at_most is None else of.at_most)
                 for task, of in self.facts.errors.items()
             }
-        if self._gram is None or "decoder" not in self.tensors:
+        if self._gram is None or self.reconstruction is None:
             return {}
         norms = np.sqrt(np.maximum(self._gram.matrix.diagonal(), 0.0))
-        if self.reconstruction is not None:
-            # by the root of G: a difference of nearly equal squares would lose all digits
-            residual = self._gram.root @ (self.reconstruction.numpy() - np.eye(len(norms)))
-            lengths = np.linalg.norm(residual, axis=0)
-        else:  # rand_proj: Q is orthonormal, and the decoder Q^T T has the reconstructions' norms
-            inside = np.square(self.tensors["decoder"].numpy()).sum(axis=0)
-            lengths = np.sqrt(np.maximum(norms**2 - inside, 0.0))
+        # by the root of G: a difference of nearly equal squares would lose all digits
+        residual = self._gram.root @ (self.reconstruction.numpy() - np.eye(len(norms)))
+        lengths = np.linalg.norm(residual, axis=0)
         noise = NULL * float(np.linalg.norm(self._gram.root))
         ratios = np.where(lengths > noise, math.inf, 0.0)
         np.divide(lengths, norms, out=ratios, where=norms > 0)
@@ -288,8 +284,6 @@ class Inspection:
         """The reason why `gram`, `encoder`, `errors` or one of `constants` are missing."""
         if what in ("encoder", "errors", "rho") and "decoder" not in self.tensors:
             return "not known: the bases are not built yet"
-        if what in ("encoder", "rho") and self.basis == "rand_proj":
-            return "none: the bases are random directions"
         if what == "rho":
             return f"none: the encoder weights of {self.basis} are not convex"
         if what == "epsilon" and len(self.tasks) == 1:
@@ -304,7 +298,7 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
 
     Matrices are lists of rows. Lists by task are in the order of `tasks`.
     """
-    matrices = ("eigenvalues", "encoder", "decoder", "reconstruction", "mixing", "gram_bases")
+    matrices = ("eigenvalues", "encoder", "decoder", "reconstruction", "gram_bases")
     known = set(Facts.model_fields) - {"seconds", "checksum"}
     (values, of), tensors = inspection.cosines, inspection.tensors
 

@@ -102,9 +102,8 @@ def times(setting: Any, factor: float) -> Any:
 def templates(facts: StoreFacts, store: str, base: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """Name -> a sentence, and the recipe; `store` and `base` are their paths in it."""
     made = {}
-    if facts.parameters["basis"] != "rand_proj":
-        for name, (method, sentence) in ALL_TASKS.items():
-            made[name] = sentence, _recipe(method, facts, store, base)
+    for name, (method, sentence) in ALL_TASKS.items():
+        made[name] = sentence, _recipe(method, facts, store, base)
     for task, name in zip(facts.tasks, slugs(facts.tasks), strict=True):
         made[f"forget-{name}"] = (
             f"The base without {task!r}: theta_0 - alpha * its reconstructed task vector.",

@@ -36,7 +36,7 @@ from tvb_mergekit.tables import Sheet, matrix, show
 from tvb_mergekit.tensors.taskset import TaskSet
 
 # The tensors of a merge's basis.safetensors; a store's has more.
-MERGED = ("gram", "eigenvalues", "encoder", "decoder", "reconstruction", "mixing", "gram_bases")
+MERGED = ("gram", "eigenvalues", "encoder", "decoder", "reconstruction", "gram_bases")
 LOSSES = "loss decoder_losses spectral_bound balanced_bound relative_gap retained_energy".split()
 WIDE = 12  # tasks beyond which the terminal gets a summary instead of a T x T table
 
@@ -126,7 +126,6 @@ def tensors_of(basis: Basis) -> dict[str, Tensor]:
         "encoder": encoding.encoder,
         "decoder": encoding.decoder,
         "reconstruction": encoding.reconstruction if encoding.basis == "pca" else None,
-        "mixing": encoding.mixing,
     }
     return {name: t.contiguous() for name, t in tensors.items() if t is not None}
 

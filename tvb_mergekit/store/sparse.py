@@ -84,10 +84,8 @@ class Dense:
             weights: by which each of these was multiplied before.
         """
         order = list(order) or range(bases.num_bases)
-        tensors = dict(bases.tensors)
-        if bases.encoder is not None:
-            scales = torch.tensor(list(weights) or [1.0] * len(order), dtype=torch.float64)
-            tensors["encoder"] = bases.encoder[:, list(order)] * scales
+        scales = torch.tensor(list(weights) or [1.0] * len(order), dtype=torch.float64)
+        tensors = {**bases.tensors, "encoder": bases.encoder[:, list(order)] * scales}
         places = [bases.path / basis_folder(0)] if bases.path else []
         places = [each for each in (*places, Path(bases.base_name)) if (each / CONFIG).is_file()]
         store = bases.facts.store.but(base_path=local_path(bases.base_name), base_beside=None)

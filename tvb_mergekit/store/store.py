@@ -71,7 +71,7 @@ class Bases:
 
     Attributes:
         facts: basis.json, as attributes or as a mapping: `facts.loss`, `facts["loss"]`.
-        tensors: float64: `encoder` W_e [T, M] (not for rand_proj), `decoder` W_d [M, T],
+        tensors: float64: `encoder` W_e [T, M], `decoder` W_d [M, T],
             `gram_bases` [M, M] and the tensors of `numbers_of`. If all inner products are known,
             also `gram` [T, T] and `eigenvalues` [T].
         vectors: The M bases as named tensors, in the store's dtype. A tensor that they lack stays
@@ -109,9 +109,9 @@ class Bases:
         return str(self.facts.parameters["basis"])
 
     @property
-    def encoder(self) -> Tensor | None:
-        """W_e [T, M]: each basis as a combination of the task vectors; None for rand_proj."""
-        return self.tensors.get("encoder")
+    def encoder(self) -> Tensor:
+        """W_e [T, M]: each basis as a combination of the task vectors."""
+        return self.tensors["encoder"]
 
     @property
     def decoder(self) -> Tensor:
@@ -187,11 +187,6 @@ class Bases:
                     f"`{key}` was set when the bases were built ({self.place}): leave the key out, "
                     "or list the fine-tuned models"
                 )
-        if self.basis == "rand_proj" and method != "basis_negate":
-            raise UserError(
-                f"the bases in {self.place} are rand_proj, random directions: only basis_negate "
-                f"takes them, not {method}"
-            )
         return resolve_settings(method, given, tasks or self.tasks)
 
     def index(self, task: str) -> int:

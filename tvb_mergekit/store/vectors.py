@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis
 from tvb_mergekit.core.encoders import EVEN
-from tvb_mergekit.core.gram import Sketch
 from tvb_mergekit.core.merge import Linear
-from tvb_mergekit.core.online import ARITHMETIC, NOISE, cast_loss, errors_of, of_sum, reported
+from tvb_mergekit.core.online import ARITHMETIC, cast_loss, errors_of, of_sum, reported
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.facts import (
     EXACT,
@@ -181,7 +180,7 @@ def numbers_of_bases(
     if tasks.missed and basis.settings.basis in COMPRESSED_BY:
         del tensors["gram"], tensors["eigenvalues"]
     measured = _measured(basis, held_gram(tasks, basis), dtype, coded)
-    if tasks.sampled and basis.encoding.reconstruction is not None:
+    if tasks.sampled:
         lacking = lacking @ basis.encoding.reconstruction.abs()
     return {**tensors, **measured, "errors": of_sum(measured["errors"], lacking)}
 
@@ -205,14 +204,7 @@ def _measured(
         dtype: As in `numbers_of_bases`, and `coded`.
     """
     encoding, gram = basis.encoding, basis.sums.gram
-    if encoding.encoder is None:  # rand_proj: orthonormal
-        # An orthogonal projection. The noise: of ||tau_i||^2, and twice that of each <q_m, tau_i>.
-        squares = gram.diagonal() - encoding.decoder.square().sum(0)
-        noise = NOISE * gram.diagonal() * (1 + 2 * encoding.num_bases**0.5)
-        low, high = ((squares + off).clamp(min=0).sqrt() for off in (-noise, noise))
-    else:
-        assert encoding.reconstruction is not None
-        low, high = errors_of(gram, encoding.reconstruction)
+    low, high = errors_of(gram, encoding.reconstruction)
     products, sizes, terms, table = sizes_of(basis, held)
     if coded is None:
         coded = cast_loss(sizes, dtype, basis.sums.num_parameters)
@@ -229,12 +221,7 @@ def sizes_of(basis: Basis, held: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     """
     encoding, norms = basis.encoding, held.diagonal().clamp(min=0).sqrt()
     table, encoder = encoding.decoder, encoding.encoder
-    if encoder is not None:
-        products = encoder.T @ held @ encoder
-    else:  # rand_proj: orthonormal, of the columns of Omega
-        products, encoder = torch.eye(encoding.num_bases, dtype=torch.float64), encoding.mixing
-        assert encoder is not None and basis.sums.sketch_gram is not None
-        norms = basis.sums.sketch_gram.diagonal().sqrt()
+    products = encoder.T @ held @ encoder
     products = (products + products.T) / 2
     sizes, terms = products.diagonal().clamp(min=0).sqrt(), norms @ encoder.abs()
     if basis.settings.basis == "pca":
@@ -260,7 +247,6 @@ def write_vectors(
     *,
     first: int = 0,
     coding: Coding | None = None,
-    sketch: Sketch | None = None,
     journals: Sequence[Path] = (),
 ) -> tuple[dict[str, FileRecord], list[list[float]]]:
     """Write vectors of a store; returns their files, and the norms that `coding` measured.
@@ -273,7 +259,6 @@ def write_vectors(
         config: the folder of the configuration that the vectors get.
         first: the index of the first of these vectors in the store.
         coding: of the vectors, if they are coded; `Keeping` writes the items' inputs themselves.
-        sketch: the random directions that replace the items' inputs.
         journals: a file for each process, with the tensors that an interrupted build has written.
     """
     world = ranks.world()
@@ -306,7 +291,7 @@ def write_vectors(
     if isinstance(coding, Keeping):
         keep_pass(left[world.rank], coding, sink, engine)
     else:
-        _combine(left[world.rank], matrix, sink, engine, sketch, coding)
+        _combine(left[world.rank], matrix, sink, engine, coding)
     records = world.collect([writer.whole() for writer in writers])
 
     def finish() -> dict[str, FileRecord]:
@@ -327,11 +312,10 @@ def in_memory(
     items: Sequence[Item],
     matrix: Tensor,
     engine: Engine,
-    sketch: Sketch | None = None,
 ) -> Bases:
     """Bases as state dicts; the arguments are those of `facts_of` and `write_vectors`."""
     sink = MemorySink(matrix.shape[1])
-    _combine(items, matrix, sink, engine, sketch)
+    _combine(items, matrix, sink, engine)
     facts, states = facts_of(vectors, history), [StateDict(state) for state in sink.states]
     mean = states.pop() if MEAN in vectors.folders else None
     return Bases(facts, {**numbers_of(facts), **vectors.tensors}, states, mean)
@@ -342,13 +326,10 @@ def _combine(
     matrix: Tensor,
     sink: Sink,
     engine: Engine,
-    sketch: Sketch | None,
     coding: Coding | None = None,
 ) -> None:
-    if sketch is not None:  # random directions replace the inputs
-        items = [replace(item, base=None, inputs=()) for item in items]
     steps = dict.fromkeys((item.name for item in items), Linear.of(matrix))
-    combine_pass(items, steps, sink, engine, title="Bases", sketch=sketch, coding=coding)
+    combine_pass(items, steps, sink, engine, title="Bases", coding=coding)
 
 
 def copy_config(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Combination, Tunables, before_gram, build
-from tvb_mergekit.core.gram import NO_TENSOR, GramSums, Sketch
+from tvb_mergekit.core.gram import NO_TENSOR, GramSums
 from tvb_mergekit.core.merge import Step
 from tvb_mergekit.core.trim import Histogram, exact_thresholds, table_bytes
 from tvb_mergekit.errors import UserError, listed, megabytes
@@ -81,7 +81,7 @@ def _encoded(tasks: TaskSet, sums: GramSums) -> Basis:
 
 def encoded_by(tasks: TaskSet, sums: GramSums) -> Basis:
     """The basis of a task set with these unweighted sums; see `core.basis.build`."""
-    return build(tasks.settings, tasks.tasks, tasks.weights, sums, sketch_of(tasks))
+    return build(tasks.settings, tasks.tasks, tasks.weights, sums)
 
 
 def one_pass(tasks: TaskSet, engine: Engine) -> tuple[Basis, RunningSums] | None:
@@ -119,19 +119,15 @@ def sums_of(tasks: TaskSet, engine: Engine) -> GramSums:
 
 
 def known_sums(tasks: TaskSet) -> GramSums | None:
-    """The sums of a task set if no pass is needed for them.
-
-    Only the cache has those of random directions, for rand_proj.
-    """
-    if tasks.sums is not None and sketch_of(tasks) is None:
+    """The sums of a task set if no pass is needed for them."""
+    if tasks.sums is not None:
         return tasks.sums
     entry = _entry(tasks)
     return None if entry is None else ranks.world().share(lambda: cache.load(entry))
 
 
 def _read_sums(tasks: TaskSet, engine: Engine) -> GramSums:
-    sums = gram_pass(tasks.items, tasks.tasks, engine, sketch=sketch_of(tasks))
-    return _kept(tasks, sums)
+    return _kept(tasks, gram_pass(tasks.items, tasks.tasks, engine))
 
 
 def _kept(tasks: TaskSet, sums: GramSums) -> GramSums:
@@ -144,9 +140,7 @@ def _kept(tasks: TaskSet, sums: GramSums) -> GramSums:
 
 def _entry(tasks: TaskSet) -> str | None:
     """The name of the sums in the cache; None does not cache."""
-    sketch = sketch_of(tasks)
-    drawn = None if sketch is None else [sketch.columns, sketch.seed]
-    return None if tasks.key is None else cache.key_of({**tasks.key, "sketch": drawn})
+    return None if tasks.key is None else cache.key_of(tasks.key)
 
 
 def count_if_needed(
@@ -211,9 +205,6 @@ def merge_items(
         UserError: a result overflows its dtype.
     """
     settings = basis.settings
-    sketch = basis.sketch if isinstance(basis, Basis) else None
-    if sketch is not None:  # Omega is drawn, not read
-        items = [replace(item, inputs=()) for item in items]
     sweeps = basis.trims and settings.trim == "tensor"
     bases = basis.num_bases
     matrices = {i.name: count_matrices(settings, i, bases) for i in items if i.tunables}
@@ -246,7 +237,7 @@ def merge_items(
         item, tunables = some[0], some[0].tunables
         if tunables is None or not matrices[item.name]:
             steps = {each.name: step_of(each, each.tunables) for each in some if each.tunables}
-            combine_pass(some, steps, sink, combining, sketch=sketch, summing=summing)
+            combine_pass(some, steps, sink, combining, summing=summing)
             continue
         scale = 1.0 if alone else tunables.lambda_ * basis.scale
         add = add_base and not alone
@@ -307,10 +298,3 @@ def _thresholds(basis: Combination, item: Item, density: float, engine: Engine) 
 def most_bases(settings: Settings, tasks: int) -> int:
     """M, or its upper bound T if only the Gram matrix decides."""
     return settings.bases_of(tasks) or tasks
-
-
-def sketch_of(tasks: TaskSet) -> Sketch | None:
-    """The random directions of rand_proj; None for other bases."""
-    settings, count = tasks.settings, len(tasks.tasks)
-    drawn = settings.basis == "rand_proj"
-    return Sketch(most_bases(settings, count), settings.seed) if drawn else None

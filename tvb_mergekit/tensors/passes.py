@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.gram import BLOCK, GramSums, Sketch
+from tvb_mergekit.core.gram import BLOCK, GramSums
 from tvb_mergekit.core.merge import Linear, Step, check_output
 from tvb_mergekit.core.trim import Histogram, table_bytes
 from tvb_mergekit.tensors import ranks
@@ -29,7 +29,7 @@ from tvb_mergekit.tensors.stream import (
     deliver,
     in_order,
 )
-from tvb_mergekit.tensors.summing import Chunks, Drawn, RunningSums
+from tvb_mergekit.tensors.summing import Chunks, RunningSums
 
 LEAST = 2**24  # bytes of a pass if a histogram leaves less
 COUNT_ROWS = 8  # float32 rows of a chunk for counting one basis: bins as int32 and int64
@@ -42,20 +42,17 @@ def gram_pass(
     items: Sequence[Item],
     tasks: Sequence[str],
     engine: Engine = Engine(),
-    *,
-    sketch: Sketch | None = None,
 ) -> GramSums:
     """G [T, T] of the inputs of all items, float64.
 
     Args:
         items: the tensors that count.
         tasks: names of the inputs, for messages.
-        sketch: sums of Omega as well.
 
     Raises:
         UserError: no tensor counts; NaN or infinity in an input.
     """
-    summing = RunningSums(items, tasks, sketch)
+    summing = RunningSums(items, tasks)
     read = [item for item in items if item.numel]
     mine = read[share_of(read)]
     layout = gram_layout(mine, summing, engine)
@@ -72,11 +69,9 @@ def gram_pass(
 
 def gram_layout(items: Sequence[Item], summing: RunningSums, engine: Engine) -> Layout:
     """The layout of `gram_pass`."""
-    sketch = summing.sketch
-    fast = sketch is None and fused(items, engine)
+    fast = fused(items, engine)
     needs = summing.within(Needs(len(summing.tasks), read_width(items, fast), fused=fast))
-    # Only one thread may draw Omega, which is one sequence in each tensor.
-    return _planned(items, needs, engine, 1 if sketch else None)
+    return _planned(items, needs, engine, None)
 
 
 def count_pass(
@@ -137,7 +132,6 @@ def combine_pass(
     engine: Engine = Engine(),
     *,
     title: str = "Merged model",
-    sketch: Sketch | None = None,
     coding: Coding | None = None,
     summing: RunningSums | None = None,
 ) -> None:
@@ -149,7 +143,6 @@ def combine_pass(
         steps: item -> step, all with the same number of outputs; an item without a step stays the
             base's.
         title: of the progress bar.
-        sketch: use the rows of Omega instead of task vectors: items have no inputs.
         coding: of the outputs, if the items are written as codes.
         summing: of the Gram matrix, by the same pass; every input counts.
 
@@ -160,10 +153,8 @@ def combine_pass(
     outputs = every[0].count if every else 1
     rows = max((len(item.inputs) for item in items), default=0)
     extra = max((step.rows for step in every), default=1)
-    if sketch is not None:
-        rows, extra = sketch.columns, extra + 2 * sketch.columns
     outs = {item.out for item in items if item.name in steps} if coding is None else {torch.float32}
-    linear = sketch is None and all(isinstance(step, Linear) for step in every)
+    linear = all(isinstance(step, Linear) for step in every)
     fast = linear and fused(items, engine, *outs)
     compiled = summing is not None and fused(items, engine)
     written = max((-(-outputs * item.widest(BLOCK) // BLOCK) for item in items), default=0)
@@ -172,7 +163,7 @@ def combine_pass(
     width = read_width(items, fast or compiled) + uncoded
     needs = Needs(rows, width, written, extra, fused=fast)
     needs = summing.within(needs, compiled) if summing else needs
-    layout = _planned(items, needs, engine, 1 if sketch else None)
+    layout = _planned(items, needs, engine, None)
 
     def work(device: torch.device) -> Callable[[Piece, Tensor], Sequence[GramSums]]:
         buffer = PieceBuffer(layout.buffer_bytes - layout.piece * uncoded, device)
@@ -180,8 +171,7 @@ def combine_pass(
         if fast:
             combine = _combining_fused(rows, buffer, 0 if summing is None else layout.chunk)
         else:
-            drawn = None if sketch is None else Drawn(sketch, device)
-            combine = _combining(Chunks(layout, device, buffer, summing, compiled), drawn)
+            combine = _combining(Chunks(layout, device, buffer, summing, compiled))
 
         def fill(piece: Piece, out: Tensor) -> Sequence[GramSums]:
             finite, step = False, steps.get(piece.item.name)
@@ -232,14 +222,12 @@ def _combining_fused(rows: int, buffer: PieceBuffer, chunk: int) -> Combine:
     return combine
 
 
-def _combining(chunks: Chunks, drawn: Drawn | None) -> Combine:
+def _combining(chunks: Chunks) -> Combine:
     """As `_combining_fused`, on any device, for all steps and dtypes."""
     computing = functools.cache(lambda step: step.on(chunks.device))
 
     def combine(piece: Piece, step: Step, out: Tensor) -> tuple[bool, Sequence[GramSums]]:
         for place, base32, tau in chunks.walk(piece):
-            if drawn is not None:
-                tau = drawn.next(piece.item, tau.shape[1])
             values = computing(step)(base32, tau)
             # A copy from an accelerator would convert on the host, after the traffic of float32.
             out[:, place].copy_(values.to(out.dtype) if chunks.packed else values)

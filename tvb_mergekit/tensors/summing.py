@@ -16,15 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.gram import (
-    BLOCK,
-    NO_TENSOR,
-    GramSums,
-    Sketch,
-    not_finite,
-    products,
-    symmetric,
-)
+from tvb_mergekit.core.gram import BLOCK, NO_TENSOR, GramSums, not_finite, products, symmetric
 from tvb_mergekit.core.quantize import block_bytes
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import ranks
@@ -41,22 +33,18 @@ class RunningSums:
     Args:
         items: the tensors that count, of all processes.
         tasks: names of the inputs, for messages.
-        sketch: sums of Omega as well.
 
     Raises:
         UserError: no tensor counts.
     """
 
-    def __init__(
-        self, items: Sequence[Item], tasks: Sequence[str], sketch: Sketch | None = None
-    ) -> None:
+    def __init__(self, items: Sequence[Item], tasks: Sequence[str]) -> None:
         if not any(item.numel for item in items):
             raise UserError(NO_TENSOR)
-        self.tasks, self.sketch = tasks, sketch
-        self._zero = self._sums = GramSums.zero(len(tasks), sketch)
+        self.tasks = tasks
+        self._zero = self._sums = GramSums.zero(len(tasks))
         self._each: list[GramSums] = []  # of complete tensors
-        columns = 0 if sketch is None else sketch.columns
-        self._squares = len(tasks) ** 2 + columns * (columns + len(tasks))
+        self._squares = len(tasks) ** 2
         self._chunk_bytes = 8 * (self._squares + 1)
         # One process adds up the sums of items at once; several hold them until they meet.
         self._held = len(items) if ranks.world().size > 1 else 1
@@ -70,7 +58,6 @@ class RunningSums:
         """
         # The batched products of a chunk: float32, and float64 while they are summed.
         extra = -(-12 * self._squares // (4 * BLOCK))
-        extra += 0 if self.sketch is None else 2 * self.sketch.columns
         if compiled and not needs.fused:
             extra += -(-(COLUMNS + PADDING) * (len(self.tasks) + 6) // BLOCK)
         kept = needs.kept + (self._held + 4) * self._chunk_bytes
@@ -130,7 +117,6 @@ class Chunks:
         self.buffer = buffer or PieceBuffer(layout.buffer_bytes, device)
         self._shape, self._rows = (1 + layout.needs.rows, layout.chunk), torch.empty(0)
         self._products = summing is not None and not compiled
-        self._drawn = Drawn(summing.sketch, device) if summing and summing.sketch else None
         self._compiled: kernels.Compiled | None = None
         if compiled:
             from tvb_mergekit.tensors import kernels  # imports numba, which takes long
@@ -173,7 +159,7 @@ class Chunks:
                 if part.holds == "weight":
                     row.sub_(base)
             if self._products:
-                self.sums.append(self._sums_of(piece, base, rows[1:]))
+                self.sums.append(self._sums_of(base, rows[1:]))
             yield place, base, rows[1:]
         if self.device.type != "cpu":  # what was read may still be on its way there
             torch.accelerator.current_stream(self.device).synchronize()
@@ -186,26 +172,8 @@ class Chunks:
         blocks = stored[first:last].to(self.device, non_blocking=True)
         return part.packed.decode(blocks, place.stop - place.start)
 
-    def _sums_of(self, piece: Piece, base32: Tensor, tau: Tensor) -> GramSums:
+    @staticmethod
+    def _sums_of(base32: Tensor, tau: Tensor) -> GramSums:
         """The sums of one chunk."""
         norm = float(products(base32[None], base32[None]))
-        sums = GramSums(symmetric(products(tau, tau)), norm)
-        if self._drawn is not None:
-            omega = self._drawn.next(piece.item, tau.shape[1])
-            sums.sketch_gram = symmetric(products(omega, omega))
-            sums.sketch_tasks = products(omega, tau).cpu()
-        return sums
-
-
-class Drawn:
-    """Rows of Omega, drawn in order for each tensor (rand_proj). One instance per thread."""
-
-    def __init__(self, sketch: Sketch, device: torch.device) -> None:
-        self._sketch, self._device = sketch, device
-        self._streams: dict[str, torch.Generator] = {}
-
-    def next(self, item: Item, count: int) -> Tensor:
-        """The next rows of a tensor, transposed: [M, count] float32 on the device."""
-        if item.name not in self._streams:
-            self._streams[item.name] = self._sketch.stream(item.counted_as or item.name)
-        return self._sketch.rows(self._streams[item.name], count, self._device)
+        return GramSums(symmetric(products(tau, tau)), norm)

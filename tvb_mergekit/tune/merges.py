@@ -256,11 +256,7 @@ def read_tuned(path: str, options: Options, seed: int = 0, memory: int = MEMORY)
     if os.path.isdir(path):
         if not is_store(path):
             raise UserError(f"{path}: a folder, but not a store; name a recipe, or a store")
-        store, path = path, str(Path(path) / "recipes" / "add.yml")
-        if not os.path.exists(path):
-            raise UserError(
-                f"{store}: its bases are random directions (rand_proj): they have no sum to merge"
-            )
+        path = str(Path(path) / "recipes" / "add.yml")
     file = parse(path)
     document, text = file.single(), file.text.removeprefix("\ufeff")
     method = document.get("merge_method")

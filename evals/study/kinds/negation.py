@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 import tvb_mergekit
 from study.cells import Cell
 from study.kinds.addition import mean_score
@@ -80,8 +82,27 @@ def _forgetting(run: Run, cell: Cell) -> Callable[[str], Weights]:
     """task -> the vector to subtract."""
     if cell["basis"] == "plain":
         return run.task_vector
+    if cell["basis"] == "rand_proj":
+        return _projecting(run, cell["num_bases"], cell["seed"])
     bases = built(run, cell)
     return lambda task: difference(tvb_mergekit.reconstruct(bases, run.base, task), run.base)
+
+
+def _projecting(run: Run, count: int, seed: int) -> Callable[[str], Weights]:
+    """task -> its vector in the span of M Gaussian directions, the paper's RandProj; all dense."""
+    names = list(run.base)
+    shapes = [run.base[name].shape for name in names]
+    generator = torch.Generator().manual_seed(seed)
+    omega = torch.randn(sum(s.numel() for s in shapes), count, generator=generator)
+    span = torch.linalg.qr(omega).Q
+
+    def project(task: str) -> Weights:
+        vector = run.task_vector(task)
+        flat = torch.cat([vector[name].flatten().cpu() for name in names])
+        parts = (span @ (span.T @ flat)).split([s.numel() for s in shapes])
+        return {n: p.view(s) for n, p, s in zip(names, parts, shapes, strict=True)}
+
+    return project
 
 
 KINDS = {"negation": negation}

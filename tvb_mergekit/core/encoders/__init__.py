@@ -1,8 +1,4 @@
-"""From the Gram matrix of T task vectors to the coefficients of M bases.
-
-`encode` serves every basis except rand_proj, which needs a sketch of the task vectors as well:
-`projection`.
-"""
+"""From the Gram matrix of T task vectors to the coefficients of M bases."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from tvb_mergekit.core.encoders.balanced import balanced
 from tvb_mergekit.core.encoders.groups import groups
 from tvb_mergekit.core.encoders.linear import Encoding, Gram, tensor
 from tvb_mergekit.core.encoders.pca import pca
-from tvb_mergekit.core.encoders.random import projection, rand_select
+from tvb_mergekit.core.encoders.random import rand_select
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import Settings
 
@@ -28,7 +24,6 @@ __all__ = [
     "encode",
     "encode_before",
     "known_before",
-    "projection",
     "sum_alone",
 ]
 
@@ -59,7 +54,6 @@ def encode(gram: Tensor, settings: Settings) -> Encoding:
         case "none":
             identity = np.eye(spectrum.size)
             return spectrum.encoding("none", identity, identity)
-    raise UserError(f"basis {settings.basis} needs a sketch of the task vectors: use `projection`")
 
 
 def sum_alone(settings: Settings) -> bool:

@@ -27,20 +27,18 @@ NULL = 1e-13  # the largest |F x| / (|F| |x|) of a null vector x of G
 class Encoding:
     """Coefficients of M bases over T tasks, all float64, and their loss.
 
-    `encoder` is W_e [T, M] and `decoder` W_d [M, T]; T_hat = T `reconstruction` [T, T]. Only
-    rand_proj has neither encoder nor reconstruction: its bases are Omega `mixing` [M, M]. Only `ae`
+    `encoder` is W_e [T, M] and `decoder` W_d [M, T]; T_hat = T `reconstruction` [T, T]. Only `ae`
     by Adam has `decoder_losses`, of each choice of the key `decoder`.
     """
 
     basis: str
-    encoder: Tensor | None
+    encoder: Tensor
     decoder: Tensor
-    reconstruction: Tensor | None
+    reconstruction: Tensor
     eigenvalues: Tensor
     loss: float
     spectral_bound: float
     balanced_bound: float | None = None
-    mixing: Tensor | None = None
     decoder_losses: Mapping[str, float] | None = None
 
     @property
