@@ -219,7 +219,6 @@ def forget(hub: HubServer, cache: Path) -> None:
 NEEDED: dict[str, tuple[int, list[str], str]] = {
     # command -> exit code, folders that are downloaded, and what is said
     "export STORE OUT --task math --base BASE": (0, ["math"], "Written to"),
-    "export STORE OUT --task math --lora --rank 2 --base BASE": (0, ["math"], "rank"),
     "export STORE OUT --task maht": (1, [], "did you mean `math`?"),
     "inspect STORE": (0, ["math", "code"], "T = 2 task vectors"),
     "inspect me/bases": (0, [], "T = 2 task vectors"),
@@ -257,11 +256,6 @@ def test_commands_read_the_hub_and_only_what_they_need(
     tvb("export", "me/bases", tmp_path / "basis", "--basis", 0)
     assert (tmp_path / "basis" / "chat_template.jinja").is_file()
     assert "T = 2 task vectors" in tvb("inspect", store).output
-    words = ("--model", pushed["math"], "--base", "org/base", "--lora", "--rank", 2)
-    tvb("export", tmp_path / "lora", *words)
-    config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "org/base"
-
     assert not {"README.md", *UNREAD} & set(hub.sent)
     forget(hub, online)
     live = attach(AutoModelForCausalLM.from_pretrained("org/base"), store)

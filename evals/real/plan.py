@@ -22,7 +22,6 @@ SHORTER = 0.3
 ALPHAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 SHARES = (0.5, 0.25, 0.1, 0.05, 0.02)  # of entries that are sampled
 ZOOS = (4, 2)
-RANKS = (4, 8, 16, 32, 64)
 RIVALS = ("bitdelta_projections", "deltatensors_quantized", "svd_1", "svd_0.25", "tsvc",
           "delta_come", "signs_svd", "ultradelta")  # fmt: skip
 STITCHED = ("localize", "dataless")
@@ -131,7 +130,6 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
                   ("all", *["lossless"][plan.adapters :], *(f"keep_{share}" for share in SHARES),
                    *(f"zoo_{bits}" for bits in ZOOS), f"balanced_{half}")]
         + [stored | {"how": f"merged_{how}", "merges": ["wudi_30"]} for how in RIVALS],
-        "adapters": [stored | {"how": f"rank_{rank}", "merges": []} for rank in RANKS],
         "negation": [forgotten | {"kind": "negation", "basis": label, "num_bases": count}
                      for label, count in (("plain", None), ("ae_exact", half), ("balanced", half),
                                           ("pca", half), ("rand_proj", half))]

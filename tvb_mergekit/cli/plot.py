@@ -9,7 +9,7 @@ import io
 import math
 import os
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,6 @@ from tvb_mergekit.core.encoders.linear import Array
 from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.figures import BLUE, DARK, LABEL, ORANGE, can_draw, embedded, rendered
 from tvb_mergekit.store.inspection import Inspection, Losses
-from tvb_mergekit.store.lora import RANKS
 from tvb_mergekit.store.report import WIDE
 from tvb_mergekit.tables import printable, shortened
 
@@ -51,42 +50,11 @@ def plot(inspection: Inspection, path: str | os.PathLike[str]) -> None:
     Raises:
         UserError: another suffix, or no matplotlib.
     """
-    _save(partial(_figure, inspection), path, partial(_page, inspection))
-
-
-def plot_errors(errors: Mapping[str, Sequence[float]], path: str | os.PathLike[str]) -> None:
-    """Draw the errors of adapters over their rank, one of RANKS; see `plot`."""
-    named = "Error of LoRA adapters over their rank"
-
-    def page(svg: str) -> str:
-        return f"{PAGE}{embedded(svg, named)}\n</body></html>\n"
-
-    _save(partial(_error_figure, errors, named), path, page)
-
-
-def _error_figure(errors: Mapping[str, Sequence[float]], title: str) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot(title=title, xscale="log", ylim=(0, 1.02))
-    for name, values in errors.items():
-        axes.plot(RANKS, values, "o-", markersize=3, label=shortened(printable(name), LABEL))
-    axes.set_xticks(RANKS, [str(rank) for rank in RANKS], minor=False)
-    axes.set_xticks([], minor=True)
-    axes.set_xlabel("rank")
-    axes.set_ylabel("‖adapter − τ‖ / ‖τ‖")
-    axes.legend(fontsize=7, ncols=2)
-    return figure
-
-
-def _save(
-    make: Callable[[], Figure], path: str | os.PathLike[str], page: Callable[[str], str]
-) -> None:
     check_plot(path)
     target = Path(path)
     kind = target.suffix.lower()[1:]
-    data = rendered(make, "svg" if kind == "html" else kind)
-    write_file(target, page(data.decode()).encode() if kind == "html" else data)
+    data = rendered(partial(_figure, inspection), "svg" if kind == "html" else kind)
+    write_file(target, _page(inspection, data.decode()).encode() if kind == "html" else data)
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:

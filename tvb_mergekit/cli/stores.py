@@ -30,7 +30,7 @@ from tvb_mergekit.cli.options import (
     place,
     read_recipe,
 )
-from tvb_mergekit.errors import UserError, counted, megabytes
+from tvb_mergekit.errors import UserError, counted
 
 if TYPE_CHECKING:
     from tvb_mergekit.store.facts import DtypeName
@@ -115,20 +115,15 @@ def _quantize(bits: float | None, size: str | None) -> Quantize | None:
     return Quantize(bits, None if size is None else parse_memory(size))
 
 
-@command("base", "device", "memory", *MODELS, "quiet", writes="plot")
+@command("device", "memory", *MODELS, "quiet", writes="plot")
 @argument("path", type=PLACE)
 @flag("--json", "as_text", help="JSON on standard output.")
-@flag("--lora", help="Show the error of LoRA adapters of a store over their rank.")
 @place("--plot", metavar="FILE", help="Write a picture: .png, .svg, .pdf or .html.")
-def inspect(path: str, as_text: bool, lora: bool, plot: str | None, **values: Any) -> None:
+def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
     """Show tasks, cosines, bases and errors of PATH: a store, a merged model, or a recipe.
 
-    --lora shows instead how near adapters of `tvb export --lora` would come to a store's vectors.
-
     \b
-    Example:
-      tvb inspect ./store --plot store.png
-      tvb inspect ./store --lora --plot ranks.png
+    Example: tvb inspect ./store --plot store.png
     """
     from rich.console import Console
 
@@ -141,11 +136,6 @@ def inspect(path: str, as_text: bool, lora: bool, plot: str | None, **values: An
 
         plots.check_plot(plot)
         check_outside(plot)
-    if values["base"] is not None and not lora:
-        raise UserError("--base is read by --lora alone: add --lora, or leave it out")
-    if lora:
-        _inspect_lora(path, as_text, plot, values)
-        return
     found = _inspection(path, values)
     if plot is not None:
         plots.plot(found, plot)
@@ -153,34 +143,6 @@ def inspect(path: str, as_text: bool, lora: bool, plot: str | None, **values: An
         click.echo(json.dumps(as_json(found), indent=2))
     else:
         print_inspection(found, Console(highlight=False))
-
-
-def _inspect_lora(path: str, as_text: bool, plot: str | None, values: dict[str, Any]) -> None:
-    import torch
-    from rich.console import Console
-
-    from tvb_mergekit.store.lora import RANKS, AdapterExport, adapters_of, items_of_store
-    from tvb_mergekit.tables import Sheet, show
-    from tvb_mergekit.tensors.factoring import Truncation
-
-    bases, engine = load_store(path), engine_of(values)
-    name, weights, folder = base_of(bases, values["base"])
-    every = items_of_store(bases, weights), bases.labels, weights, name, folder
-    export, errors = AdapterExport(*every, Truncation(), torch.float32, engine), {}
-    labels = dict(zip(bases.facts.store.folders, bases.labels, strict=True))
-    for adapter in adapters_of(bases, False)[0]:
-        errors[labels[adapter.folder]], sizes = export.errors(adapter)
-    if plot is not None:
-        from tvb_mergekit.cli.plot import plot_errors
-
-        plot_errors(errors, plot)
-    if as_text:
-        click.echo(json.dumps({"ranks": RANKS, "bytes": sizes, "errors": errors}, indent=2))
-        return
-    rows = [(label, *(f"{each:.3f}" for each in of)) for label, of in errors.items()]
-    rows.append(("bytes", *map(megabytes, sizes)))
-    head = ("", *(f"rank {rank}" for rank in RANKS))
-    show([Sheet("Error of LoRA adapters", head, rows)], Console(highlight=False))
 
 
 def _inspection(path: str, values: dict[str, Any]) -> Inspection:

@@ -255,12 +255,6 @@ def _places(bases: Tensor, directions: int) -> tuple[Tensor, Tensor, Tensor]:
     return left, bases.new_empty(directions, dtype=torch.float64), right
 
 
-def singular_values(matrix: Tensor) -> Tensor:
-    """All singular values of [m, n], float64, decreasing; 0 up to NULL times the largest."""
-    values = torch.linalg.eigvalsh(_gram(_wide(matrix))).flip(0).clamp_(min=0).sqrt_()
-    return torch.where(values > NULL * values[:1].sum(), values, 0)
-
-
 def top_triples(matrix: Tensor, directions: int, floor: float) -> tuple[Tensor, Tensor, Tensor]:
     """The first singular triples of [m, n], float64: U [m, k], S [k] decreasing, V [n, k].
 

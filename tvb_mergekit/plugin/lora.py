@@ -1,106 +1,102 @@
-"""A recipe's merge as a LoRA adapter: exact if all models are adapters, else truncated."""
+"""A merge of adapters as one adapter, without loss: the cores of their factors are merged."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from mergekit import merge_methods
 from mergekit.parameter_resolver import resolve_parameters
+from safetensors.torch import save_file
+from torch import Tensor
 
-from tvb_mergekit.core.basis import Combination, Tunables
-from tvb_mergekit.core.gram import NO_TENSOR
-from tvb_mergekit.core.lora import Factors
-from tvb_mergekit.errors import UserError, counted, listed, megabytes
+from tvb_mergekit.core.basis import Tunables
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import Document
-from tvb_mergekit.plugin.inputs import (
-    FUSE,
-    Options,
-    by_factors,
-    check_for_store,
-    read_inputs,
-    tasks_for_store,
-)
-from tvb_mergekit.plugin.planner import input_folders, planned
-from tvb_mergekit.store.lora import AdapterExport, AdapterReport, NewAdapter
+from tvb_mergekit.plugin.inputs import FUSE, Options, by_factors, check_for_store, read_inputs
+from tvb_mergekit.plugin.planner import input_folders
+from tvb_mergekit.tensors.adapter import CONFIG, WEIGHTS, Target
 from tvb_mergekit.tensors.engine import Engine
-from tvb_mergekit.tensors.factoring import Truncation
-from tvb_mergekit.tensors.matrices import check_matrices, merged_factors
-from tvb_mergekit.tensors.merging import build_basis, changes_of, check_tables, most_bases
-from tvb_mergekit.tensors.output import check_new_folder
-from tvb_mergekit.tensors.passes import LEAST
-from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.matrices import merged_factors
+from tvb_mergekit.tensors.merging import build_basis
+from tvb_mergekit.tensors.output import StagedFolder, check_new_folder
 from tvb_mergekit.tensors.taskset import TaskSet
 
-GRADIENT = "`lambda`, `alpha` and `density` of adapters may have filters, but no layer gradient"
-NEEDS_SIZE = "the merge has no exact factors ({}): give --rank R, --energy SHARE or --size SIZE"
+GRADIENT = "`lambda` and `alpha` of adapters may have filters, but no layer gradient"
 
 
 def merge_to_adapter(
-    document: Document,
-    out: str,
-    size: Truncation,
-    dtype: torch.dtype,
-    engine: Engine,
-    options: Options,
-) -> Sequence[AdapterReport]:
-    """Merge the models of a recipe into an adapter in the folder `out`.
-
-    Without a size it is exact: the models are adapters, and the method is not basis_ties.
+    document: Document, out: str, dtype: torch.dtype, engine: Engine, options: Options
+) -> None:
+    """Merge the adapters of a recipe into an adapter in the folder `out`.
 
     Raises:
-        UserError: no exact factors and no size, and as `read_inputs` and `AdapterExport.write`.
+        UserError: The merge has no exact factors, and as `read_inputs`.
     """
-    recipe = document.recipe
-    settings, folders = recipe.settings, input_folders(recipe)
+    settings, folders = document.recipe.settings, input_folders(document.recipe)
     check_new_folder(out, folders)
     check_for_store(document, "an adapter")
-    factored = by_factors(document, options)
     for why, found in (
-        ("not all models are adapters", not factored),
+        ("not all models are adapters", document.raw or not by_factors(document, options)),
         ("basis_ties trims single entries", settings.method == "basis_ties"),
     ):
-        if found and not any(size):
-            raise UserError(NEEDS_SIZE.format(why))
-    if factored:
-        tasks = _with_tunables(document, read_inputs(document, options))
-        bases = most_bases(settings, len(tasks.tasks))
-        if any(size):
-            check_matrices(settings, tasks.items, bases, engine.memory)
-            _check_memory(tasks.items, engine.memory)
-        if settings.method == "basis_ties" and engine.memory is not None:
-            check_tables(bases, engine.memory)
-        basis: Combination = build_basis(tasks, engine)
-        merged_items = tasks.items
-    else:
-        with planned(document, options, engine.memory) as plan:
-            tasks = tasks_for_store(document, plan)
-            _check_memory(tasks.items, engine.memory)
-            basis, merged_items = plan.build(), plan.tasks.items
+        if found:
+            raise UserError(
+                f"--lora: the merge has no exact factors ({why}): merge to a model, of which "
+                "`mergekit-extract-lora` makes an adapter"
+            )
+    tasks = _with_tunables(document, read_inputs(document, options))
+    basis = build_basis(tasks, engine)
+    tensors, ranks = dict[str, Tensor](), dict[Target, int]()
+    for item in tasks.items:
+        target = next(a.targets[item.name] for a in tasks.adapters if item.name in a.targets)
+        factors = merged_factors(basis, item, tasks.adapters)
+        if factors.rank:
+            ranks[target] = factors.rank
+            up, down = factors.left, factors.right
+            halves = {"A": up.T, "B": down.T} if target.transposed else {"A": down, "B": up}
+            tensors |= {target.key(h): t.to(dtype).contiguous() for h, t in halves.items()}
+    stage = StagedFolder(out)
+    try:
+        save_file(tensors, stage.path / WEIGHTS, {"format": "pt"})
+        text = json.dumps(_configuration(tasks, ranks), indent=2)
+        (stage.path / CONFIG).write_text(text + "\n", encoding="utf-8")
+        stage.publish()
+    finally:
+        stage.discard()
 
-    # The recipe's patterns are of mergekit's names, the adapter has those of the base's files.
-    pairs = zip(changes_of(basis, merged_items, engine), tasks.items, strict=True)
-    items = [replace(item, name=to.name, counted_as=to.name) for item, to in pairs]
-    known = dict[str, Factors]()
-    if not any(size):
-        known |= {item.name: merged_factors(basis, item, tasks.adapters) for item in tasks.items}
-        merged = replace(tasks.adapters[0], factors=known)
-        items = [replace(i, inputs=(Part.of(merged, i.name, "delta"),)) for i in items]
-    title = f"{settings.method} of {counted(len(tasks.tasks), 'model')}: {listed(tasks.tasks)}"
-    one = NewAdapter("", title, torch.ones(1, dtype=torch.float64))
-    exporter = AdapterExport(
-        items,
-        ["the merge"],
-        tasks.base,
-        tasks.base_model,
-        tasks.folder,
-        size,
-        dtype,
-        engine,
-        known=known,
-    )
-    return exporter.write([one], out, folders, {})
+
+def _configuration(tasks: TaskSet, ranks: Mapping[Target, int]) -> dict[str, Any]:
+    """adapter_config.json. The scale alpha / r is 1 in every module."""
+    most = max(ranks.values(), default=1)
+    pattern = {f"^{target.module}": rank for target, rank in ranks.items() if rank != most}
+    first = tasks.adapters[0].config
+    return {
+        "peft_type": "LORA",
+        "task_type": first.get("task_type"),
+        "base_model_name_or_path": tasks.base_model,
+        "r": most,
+        "lora_alpha": most,
+        "rank_pattern": pattern,
+        "alpha_pattern": pattern,
+        "target_modules": sorted(_modules(tasks, [target.module for target in ranks])),
+        "fan_in_fan_out": any(t.transposed and not t.embedding for t in ranks),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _modules(tasks: TaskSet, modules: Sequence[str]) -> set[str]:
+    """The last parts of the modules' names, which servers know, if the base has no others alike."""
+    last = {module.rpartition(".")[2] for module in modules}
+    names = [name.split(".") for name in tasks.base.tensors if name.endswith(".weight")]
+    alike = sum(name[-2] in last for name in names if len(name) > 1)
+    return last if alike == len(modules) else set(modules)
 
 
 def _with_tunables(document: Document, tasks: TaskSet) -> TaskSet:
@@ -134,15 +130,3 @@ def _is_graded(setting: object) -> bool:
     if not isinstance(setting, list):
         return False
     return not any(isinstance(each, Mapping) for each in setting) or any(map(_is_graded, setting))
-
-
-def _check_memory(items: Sequence[Item], memory: int | None) -> None:
-    """Raise UserError unless `memory` bytes hold each tensor of the merge in float32."""
-    if not items:
-        raise UserError(NO_TENSOR)
-    largest = max(items, key=lambda item: item.numel)
-    if memory is not None and 4 * largest.numel + LEAST > memory:
-        raise UserError(
-            f"{megabytes(memory)} of memory are too little: tensor `{largest.name}` of the merge "
-            f"takes {megabytes(4 * largest.numel + LEAST)} in float32; raise --memory"
-        )

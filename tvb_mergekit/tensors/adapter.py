@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,23 @@ _INPUT = re.compile(r"\b(embed_tokens|embed_in|wte|word_embeddings|shared)\.")
 _OUTPUT = re.compile(r"\b(lm_head|embed_out)\.")
 
 
+class Target(NamedTuple):
+    """A matrix as PEFT names it.
+
+    Attributes:
+        transposed: It is stored as [in, out], as that of a Conv1D or an embedding.
+    """
+
+    module: str
+    transposed: bool
+    embedding: bool
+
+    def key(self, half: str) -> str:
+        """The key of lora_A or lora_B."""
+        kind = f"lora_embedding_{half}" if self.embedding else f"lora_{half}.weight"
+        return f"{PREFIX}{self.module}.{kind}"
+
+
 class NotPlainLora(UserError):
     """An adapter whose update is more than s B A; fusing it into the base first does work."""
 
@@ -58,11 +75,15 @@ class Adapter(Weights):
         file: what the factors were read from.
         factors: of each targeted tensor, by the base's name; as the base stores it, with the scale.
         tensors: what can be read, float32; those without factors are zeros.
+        targets: of each tensor with factors.
+        config: adapter_config.json.
     """
 
     file: Checkpoint
     factors: dict[str, Factors]
     tensors: dict[str, TensorInfo]
+    targets: dict[str, Target]
+    config: dict[str, Any]
 
     @classmethod
     def open(
@@ -167,7 +188,7 @@ class _Reader:
             pair = halves.setdefault((match[1], match[3] is not None), {})
             if pair.setdefault(match[2] or match[3], key) != key:
                 raise self._error(f"holds several adapters (`{key}`); store them one by one")
-        adapter = Adapter(file, {}, {})
+        adapter = Adapter(file, {}, {}, {}, self.config)
         for (module, embedding), pair in halves.items():
             name = self._base_name(module)
             if name in adapter.factors:
@@ -180,6 +201,7 @@ class _Reader:
                 raise self._wrong_base(f"`{module}` is {found}, in the base {wanted}")
             left = (left * self._scale(module, down.shape[0], up.shape[1])).contiguous()
             adapter.factors[name] = Factors(left, right.contiguous())
+            adapter.targets[name] = Target(module, transposed, embedding)
         if not adapter.factors:
             raise self._error("holds no LoRA factors; save it again")
         return adapter

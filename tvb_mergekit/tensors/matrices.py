@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tvb_mergekit.core.basis import Combination
 from tvb_mergekit.core.encoders import sum_alone
-from tvb_mergekit.core.lora import Factors, truncate
-from tvb_mergekit.core.matrices import FLOAT32, matrix_bytes, merge_matrix, rounding_noise
+from tvb_mergekit.core.lora import Factors
+from tvb_mergekit.core.matrices import FLOAT32, NULL, matrix_bytes, merge_matrix, rounding_noise
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, counted, megabytes
 from tvb_mergekit.progress import silent
@@ -212,7 +212,7 @@ def merged_factors(basis: Combination, item: Item, adapters: Sequence[Adapter]) 
         adapters: [T].
 
     Returns:
-        Factors as `truncate` makes them. Their rank is the number of directions that are not zero.
+        Factors U S^1/2 and S^1/2 V^T, of as many directions as are not zero in float32.
     """
     settings, values, (rows, columns) = basis.settings, item.tunables, item.shape
     assert values is not None
@@ -235,9 +235,10 @@ def merged_factors(basis: Combination, item: Item, adapters: Sequence[Adapter]) 
     core = bases[0].float()
     if merges:
         core = _by_inputs(settings, item, bases.float()) * (values.lambda_ * basis.scale)
-    small = truncate(core, min(core.shape))
-    rank = int(small.left.any(0).sum())
-    halves = left @ small.left[:, :rank].double(), small.right[:rank].double() @ right.T
+    near, sizes, far = torch.linalg.svd(core.double(), full_matrices=False)
+    rank = int((sizes > NULL * sizes[:1].sum()).sum())
+    roots = sizes[:rank].sqrt()
+    halves = left @ (near[:, :rank] * roots), (roots[:, None] * far[:rank]) @ right.T
     return Factors(halves[0].float(), halves[1].float())
 
 

@@ -31,10 +31,9 @@ from tvb_mergekit.tensors.passes import (
     gram_pass,
     share_of,
 )
-from tvb_mergekit.tensors.stream import Item, Sink, whole_parts
+from tvb_mergekit.tensors.stream import Item, Sink
 from tvb_mergekit.tensors.summing import RunningSums
 from tvb_mergekit.tensors.taskset import TaskSet
-from tvb_mergekit.tensors.writing import MemorySink
 
 LOG = logging.getLogger(__name__)
 
@@ -254,32 +253,6 @@ def merge_items(
             settings.method,
             listed(far),
         )
-
-
-def changes_of(
-    basis: Combination,
-    items: Sequence[Item],
-    engine: Engine,
-) -> list[Item]:
-    """Items with one input, the change of theta_0 by the merge, which is computed when it is read.
-
-    Args:
-        items: as for `merge_items`, all with `tunables`.
-    """
-    quiet = replace(engine, progress=silent)
-
-    def change(item: Item) -> Sequence[Tensor]:
-        sink = MemorySink(1)
-        merge_items(basis, [item], sink, quiet, add_base=False)
-        return list(sink.states[0].values())
-
-    made = []
-    for item in items:
-        plain = replace(item, out=torch.float32)
-        (part,) = whole_parts(partial(change, plain), [torch.float32], item.numel)
-        part = replace(part, holds="delta", name=item.name, shape=item.shape)
-        made.append(replace(plain, base=None, inputs=(part,)))
-    return made
 
 
 def _thresholds(basis: Combination, item: Item, density: float, engine: Engine) -> Tensor:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import tvb_mergekit
 from study.cells import Cell
@@ -25,9 +25,6 @@ from study.kinds.addition import merged
 from study.kinds.negation import forget
 from study.run import Run, Weights, difference, norm, settings
 from tvb_mergekit.store.api import open_model
-from tvb_mergekit.store.lora import AdapterExport, NewAdapter, items_of_model
-from tvb_mergekit.tensors.adapter import WEIGHTS
-from tvb_mergekit.tensors.factoring import Truncation
 
 RIVALS: dict[str, Callable[..., rivals.Kept]] = {
     "bitdelta_projections": partial(rivals.bitdelta, coded=rivals.is_projection),
@@ -53,9 +50,7 @@ def measure(run: Run, cell: Cell) -> dict[str, Any]:
         place = Path(folder)
         kept = how == "lossless" or how.startswith("keep_")  # exact entries of the models' files
         base = run.places["base"] if kept else run.base
-        if how.startswith("rank_"):
-            bases, nbytes = _adapters(run, int(how.removeprefix("rank_")), place)
-        elif how in RIVALS:
+        if how in RIVALS:
             bases, nbytes = _theirs(run, how, place)
         else:
             bases, nbytes = _ours(run, how, place / "store")
@@ -81,28 +76,6 @@ def _theirs(run: Run, how: str, place: Path) -> tuple[tvb_mergekit.Bases, int]:
         nbytes += kept.nbytes
         models[task] = place / f"{task}.safetensors"
         save_file(run.shifted((1.0, kept.vectors[0])), models[task])
-    return tvb_mergekit.build(run.base, models, basis="none", device=run.device), nbytes
-
-
-def _adapters(run: Run, rank: int, place: Path) -> tuple[tvb_mergekit.Bases, int]:
-    """Bases over the vectors of exported LoRA adapters in bfloat16, and the adapters' bytes."""
-    base, models, nbytes = Path(run.places["base"]), dict[str, Path](), 0
-    weights = open_model(base)
-    for task in run.tasks:
-        items, _ = items_of_model(weights, run.places[task])
-        size, out = Truncation(rank), place / f"{task}-lora"
-        export = AdapterExport(items, [task], weights, str(base), base, size, torch.bfloat16)
-        export.write([NewAdapter("", task, torch.ones(1).double())], str(out), [], {})
-        nbytes += (out / WEIGHTS).stat().st_size
-        factors, vector = load_file(out / WEIGHTS), dict[str, torch.Tensor]()
-        for key, down in factors.items():
-            name, is_down, end = key.removeprefix("base_model.model.").partition(".lora_A")
-            if is_down:  # lora_alpha is the rank
-                vector[name + end] = (
-                    factors[key.replace(".lora_A", ".lora_B")].float() @ down.float()
-                )
-        models[task] = place / f"{task}.safetensors"
-        save_file(run.shifted((1.0, vector)), models[task])
     return tvb_mergekit.build(run.base, models, basis="none", device=run.device), nbytes
 
 
