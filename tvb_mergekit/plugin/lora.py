@@ -40,7 +40,7 @@ def merge_to_adapter(
     check_new_folder(out, folders)
     check_for_store(document, "an adapter")
     for why, found in (
-        ("not all models are adapters", document.raw or not by_factors(document, options)),
+        ("not all models are adapters", not by_factors(document, options)),
         ("basis_ties trims single entries", settings.method == "basis_ties"),
     ):
         if found:
