@@ -4,9 +4,7 @@ import errno
 import json
 import math
 import shutil
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,6 @@ from transformers import AutoModelForCausalLM
 
 import tvb_mergekit as library
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.score.results import Origin, Results, TaskResult
 from tvb_mergekit.tune import harness, report, search
 from tvb_mergekit.tune.harness import EvalTask, ItemChoice, LmEval, Scored
 from tvb_mergekit.tune.model import MovingModel
@@ -59,12 +56,8 @@ def _no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def quick(method: str = "basis_ta", **parameters: Any) -> dict[str, Any]:
     folders = [QUICK / "models" / task for task in TASKS]
-    own: dict[int, dict[str, Any]] = {}
-    if method.startswith("basis_"):
-        parameters = {"basis": "balanced", "num_bases": 2, "lambda_scale": "tasks", **parameters}
-    else:
-        own = {place: {"weight": 1.0, "density": 0.5} for place in range(len(TASKS))}
-    return recipe(method, QUICK / "models" / "base", folders, own, **parameters)
+    parameters = {"basis": "balanced", "num_bases": 2, "lambda_scale": "tasks", **parameters}
+    return recipe(method, QUICK / "models" / "base", folders, {}, **parameters)
 
 
 def written(folder: Path, document: Mapping[str, Any]) -> Path:
@@ -93,15 +86,11 @@ def facts(out: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("method", "values", "limit"), [("basis_ta", (0.3, 0.9), 8), ("task_arithmetic", (0.35,), 4)]
-)
-def test_points_are_what_separate_runs_give(method, values, limit, tmp_path):
+def test_points_are_what_separate_runs_give(tmp_path: Path) -> None:
     """mergekit-yaml, then lm_eval on the items that chose."""
-    document = quick(method, lambda_=0.1)
+    document, values, limit = quick(lambda_=0.1), (0.3, 0.9), 8
     path, out = written(tmp_path, document), tmp_path / "out"
-    grid = ",".join(map(str, values))
-    tvb(*words(path, out, "--limit", limit, "--grid", grid, "--write", tmp_path / "model"))
+    tvb(*words(path, out, "--limit", limit, "--grid", "0.3,0.9", "--write", tmp_path / "model"))
     samples = {name: part["chosen"] for name, part in chosen(out).items()}
     assert {file.name for file in out.iterdir()} == FILES
     rows = facts(out)["points"]
@@ -122,24 +111,11 @@ def test_points_are_what_separate_runs_give(method, values, limit, tmp_path):
     text = (out / "tuned.yml").read_text()
     document["parameters"]["lambda"] = best
     assert yaml.safe_load(text) == document
-    assert "# Found by tvb tune." in text and "--random-seed" not in text
+    assert "# Found by tvb tune." in text
     assert f"{limit} of 100 validation items" in text
     picture = Image.open(out / "curve.png")
     assert picture.format == "PNG" and picture.size[0] > 500
     assert len(picture.convert("L").getcolors()) > 20
-
-
-def test_a_method_that_draws_at_random(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is merged point by point, with the seed in tuned.yml."""
-    path, out = written(tmp_path, quick("dare_ties", lambda_=0.1)), tmp_path / "out"
-    path.write_text(textwrap.indent(path.read_text(), "  "))  # YAML too
-    said = tvb(*words(path, out, "--limit", 2, "--grid", "0.2,0.4", "--write", tmp_path / "model"))
-    assert "lambda" in said.stdout and str(out) in said.stdout and "Merged into" in said.stdout
-    text = (out / "tuned.yml").read_text()
-    assert "merge it with mergekit-yaml --random-seed 0" in text
-    assert "dare_ties draws at random and is not linear in lambda" in caplog.text
-    want = merge(yaml.safe_load(text), tmp_path / "want", "--random-seed", "0")
-    assert_same(Result(tmp_path / "model"), want)
 
 
 def test_a_kill_and_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,19 +194,14 @@ def test_forgetting_one_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_no_picture")
-def test_golden_section_of_shares_of_the_specialists(tmp_path: Path) -> None:
+def test_a_search_with_few_points(tmp_path: Path) -> None:
     path, out = written(tmp_path, quick()), tmp_path / "out"
-    results = {"results": {"quickstart_copy": {"exact_match,none": 0.5},
-                           "quickstart_sum": {"exact_match,none": 0.8}}}  # fmt: skip
-    (tmp_path / "results_1.json").write_text(json.dumps(results))
-    tvb(*words(path, out, "--search", "golden", "--limit", 8, "--grid", "0:1:0.1", "--reference",
-               tmp_path / "results_1.json"))  # fmt: skip
+    more = ("--search", "golden", "--limit", 8, "--grid", "0:1:0.1")
+    said = tvb(*[word for word in words(path, out, *more) if word != "--quiet"])
     found = facts(out)
-    assert 2 < len(found["points"]) <= 8
-    assert 0.1 < found["best"]["lambda"] < 0.7
-    one, other = (part["values"]["exact_match,none"] for part in found["best"]["tasks"].values())
-    assert found["best"]["score"]["value"] == pytest.approx((one / 0.5 + other / 0.8) / 2)
-    assert "share of the reference" in (out / "tune.md").read_text()
+    count = len(found["points"])
+    assert 2 < count <= 9 and 0.1 < found["best"]["lambda"] < 0.7
+    assert f"Tune: 100% {2 * count}/{2 * count}" in said.stderr
 
 
 CHOICE = {
@@ -385,17 +356,13 @@ BAD: dict[str, tuple[dict[str, Any], list[object], str]] = {
                                  "--metric quickstart_double: no such task here"),
     "a metric without a task": (quick(), ["--metric", "quickstart_copy"], "expected TASK:METRIC"),
     "no such folder": (quick(), ["--include-path", "nowhere"], "nowhere: no such folder"),
-    "no such lambda": (quick("slerp", t=0.5), [], "slerp has no `lambda`"),
-    "no base of mergekit's": (quick("ties") | {"base_model": None}, [], "`base_model` is missing"),
-    "a missing base of mergekit's": (quick("ties") | {"base_model": "./nowhere"}, [],
-                                     "model ./nowhere: no such folder"),
+    "no such lambda": (quick() | {"merge_method": "slerp"}, [], "expected one of basis_ta"),
     "a negative alpha": (FORGET, [*MAX, "--grid", "-1:1:1"], "`alpha` is -1.0"),
     "no control": (FORGET, [], "needs --control TASK"),
     "a control for addition": (quick(), MAX, "--control goes with basis_negate"),
     "a control to forget": (FORGET, ["--control", "quickstart_copy"],
                             "both to be forgotten and --control"),
     "golden negation": (FORGET, [*MAX, "--search", "golden"], "on a grid"),
-    "shares of negation": (FORGET, [*MAX, "--reference", "x.json"], "goes with addition"),
     "no task": (quick(), ["--tasks", ", "], "--tasks names none"),
     "half an item": (quick(), ["--limit", 2.5], "--limit is 2.5"),
     "a tolerance for a grid": (quick(), ["--tolerance", 0.1], "goes with --search golden"),
@@ -407,7 +374,6 @@ BAD: dict[str, tuple[dict[str, Any], list[object], str]] = {
     "no model's argument": (quick(), ["--model-args", "dtipe=float32"], "dtipe"),
     "energy": (quick(num_bases=None, energy=0.9), ["--subsample"], "needs M, which `energy`"),
     "no JSON": (quick(), ["--metadata", "{"], "no JSON"),
-    "no reference": (quick(), ["--reference", "nowhere.json"], "nowhere.json"),
 }  # fmt: skip
 
 
@@ -468,14 +434,13 @@ def test_folders_tasks_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path, sum_ = written(tmp_path, quick()), QUICK / "models" / "sum"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("")
-    out, gone = tmp_path / "out", {"models": [{"model": "./nowhere"}]}
+    out, gone = tmp_path / "out", {"base_model": "./nowhere"}
     for paths, said in (
         ((path, tmp_path / "mine"), "holds other files (notes.txt)"),
         ((path, path), "is a file; name a folder"),
         ((path, out, "--write", sum_), "is the input"),
-        ((written(tmp_path / "ties", quick("ties")), out, "--write", sum_), "is the input"),
         ((path, sum_ / "out"), "lies in the input"),
-        ((written(tmp_path / "no", quick("ties") | gone), out), "model ./nowhere: no such folder"),
+        ((written(tmp_path / "no", quick() | gone), out), "model ./nowhere: no such folder"),
         ((path, out, "--write", tmp_path), "lies there; name another"),
         ((sum_, out), "a folder, but not a store"),
     ):
@@ -510,7 +475,7 @@ def test_grids() -> None:
     assert search.grid_points("0.5, 0,0.5") == (0.0, 0.5)
     assert search.grid_points("-0.2:0.2:0.1") == (-0.2, -0.1, 0.0, 0.1, 0.2)
     assert search.grid_points("0:1:0.3") == (0.0, 0.3, 0.6, 0.9)
-    for method, how, count, last in (("ties", "grid", 21, 1), ("basis_ta", "golden", 21, 1),
+    for method, how, count, last in (("basis_ta", "golden", 21, 1),
                                      ("basis_wudi", "grid", 12, 4), ("basis_iso", "grid", 17, 22),
                                      ("basis_iso", "golden", 21, 4)):  # fmt: skip
         points = search.grid_points(search.default_grid(method, how))
@@ -535,7 +500,7 @@ def unimodal(draw: st.DrawFn) -> Callable[[float], float]:
 
 @settings(max_examples=40, deadline=None)
 @given(unimodal())
-def test_golden_section_within_a_step_of_the_grid_in_nine(curve: Callable[[float], float]) -> None:
+def test_few_points_find_the_best_of_the_grid(curve: Callable[[float], float]) -> None:
     asked = []
 
     def score(x: float) -> float:
@@ -545,7 +510,7 @@ def test_golden_section_within_a_step_of_the_grid_in_nine(curve: Callable[[float
     found = search.golden(0.0, 1.0, 0.025, score)
     best, found_by_grid = search.grid(GRID, curve)
     assert found_by_grid == [curve(x) for x in GRID]
-    assert len(asked) <= 9 and len(set(asked)) == len(asked)
+    assert len(asked) <= 12 and len(set(asked)) == len(asked)
     assert abs(found - best) <= 0.05 + 1e-9
     assert curve(found) == max(map(curve, asked))
 
@@ -582,21 +547,11 @@ def scored(value: float, error: float | None = 0.1) -> Scored:
     return Scored({"acc,none": value}, {} if error is None else {"acc,none": error})
 
 
-def specialists(**values: float) -> Results:
-    origin = Origin("file.json")
-    return Results(
-        {n: TaskResult({"acc,none": v}, {}, frozenset(), origin) for n, v in values.items()}
-    )
-
-
-def test_means_and_shares_and_their_errors() -> None:
+def test_means_and_their_errors() -> None:
     two = [entry("a"), entry("b")]
     goal = objective(two)
     assert goal.mean({"a": scored(0.2, 0.3), "b": scored(0.6, 0.4)}) == Estimate(0.4, 0.25)
     assert goal.mean({"a": scored(0.2, None), "b": scored(0.6)}) == Estimate(0.4, None)
-    shares = objective(two, specialists(a=0.5, b=0.8), "r")
-    found = shares.mean({"a": scored(0.25, 0.1), "b": scored(0.8, 0.0)})
-    assert found.value == pytest.approx(0.75) and found.stderr == pytest.approx(0.1)
     # metrics on the same items: their errors add
     one = entry("a", "x,none", "y,none")
     both = Scored({"x,none": 0.2, "y,none": 0.4}, {"x,none": 0.1, "y,none": 0.3})
@@ -604,24 +559,12 @@ def test_means_and_shares_and_their_errors() -> None:
     assert found.value == pytest.approx(0.3) and found.stderr == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize(
-    ("entries", "reference", "said"),
-    [
-        ([entry("a")], specialists(b=0.5), r"no acc,none of a above 0 \(has b\)"),
-        ([entry("a")], specialists(a=0.0), "no acc,none of a above 0"),
-        ([entry("a", "f1,none")], specialists(a=0.4), "no f1,none of a above 0"),
-        ([entry("a"), entry("b", "ppl,none", lower=True)], None, "ppl,none of b is better when"),
-        ([entry("b", "ppl,none", lower=True)], specialists(b=4.0), "needs scores that rise"),
-        (
-            [entry("a")],
-            replace(specialists(a=0.5), rivals={"a": {"x": "1.json", "y": "2.json"}}),
-            r"--reference r: a was run by different models, x \(1.json\), y \(2.json\)",
-        ),
-    ],
-)
-def test_objectives_that_are_none(entries: list[EvalTask], reference: Any, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        objective(entries, reference, "r")
+def test_metrics_that_fall_stand_alone() -> None:
+    low = entry("b", "ppl,none", lower=True)
+    assert objective([low]).lower
+    for entries, rising in (([entry("a"), low], ""), ([low], "forgetting")):
+        with pytest.raises(UserError, match=r"ppl,none of b is better when .* scores that rise"):
+            objective(entries, rising)
 
 
 @given(st.integers(2, 300), st.integers(0, 5), st.floats(0.05, 1), st.booleans())

@@ -1,6 +1,7 @@
 """theta_0 + coefficient * Delta: the weights that mergekit-yaml writes, to the last bit."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,12 +38,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "forget by chance": ("basis_negate", {"basis": "rand_select", "num_bases": 3, "lambda": 0.2,
                                           "forget": "math", "alpha": 1}),
     "some left out": ("basis_ta", {**BALANCED, "exclude": "embed|lm_head"}),
-    "task_arithmetic": ("task_arithmetic", {}),
-    "task_arithmetic, normalized": ("task_arithmetic", {"normalize": True}),
-    "mergekit's ties": ("ties", {"density": 0.4, "lambda": [0.5, 1.0]}),
-    "breadcrumbs": ("breadcrumbs", {"density": 0.8}),
 }  # fmt: skip
-WHOLE = ("sum", "ties", "mergekit's ties")  # at every point
+WHOLE = ("sum", "ties")  # at every point
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SLOW = pytest.mark.slow
 STORED = ["mixed", *(pytest.param(dtype, marks=SLOW) for dtype in ("bfloat16", "float32"))]
@@ -85,27 +82,21 @@ def test_every_point_is_what_mergekit_writes(case, models, tmp_path, monkeypatch
     monkeypatch.setattr(models_, "CHUNK", 700)
     base, listed = models
     method, keys = CASES[case]
-    ours = method.startswith("basis_")
-    own = {index: {"weight": 0.6} for index in range(1 if ours else len(listed))}
-    tuned = written(recipe(method, base, listed, own, dtype=None, **keys), tmp_path / "r.yml")
-    assert tuned.linear
+    document = recipe(method, base, listed, {0: {"weight": 0.6}}, dtype=None, **keys)
+    tuned = written(document, tmp_path / "r.yml")
     points = {}
-    # outputs in every dtype, of points on both sides of 1; mergekit's `dtype` is its arithmetic's
+    # outputs in every dtype, of points on both sides of 1
     every = list(zip((0.35, 1.0, 1.7), DTYPES, strict=True))
     place = list(CASES).index(case)
     for point, dtype in every if case in WHOLE else every[place % 3 :][:1]:
-        document = tuned.at(point) | ({"dtype": dtype} if ours else {"out_dtype": dtype})
-        points[point] = merge(document, tmp_path / dtype).tensors
+        points[point] = merge(tuned.at(point) | {"dtype": dtype}, tmp_path / dtype).tensors
     moved = moved_as_merged(tuned, tmp_path / "line", points)
     assert moved == len(points[point]) - (2 if case == "some left out" else 0)
 
 
-@pytest.mark.parametrize("what", ["a store", "adapters", "a layer taken twice"])
+@pytest.mark.parametrize("what", ["a store", "adapters"])
 def test_other_inputs(what: str, tmp_path: Path) -> None:
-    """Bases of a store, adapters, and a layer of mergekit's own methods under two names.
-
-    mergekit fuses adapters into one folder for line and merge.
-    """
+    """Bases of a store, and adapters, which mergekit fuses into one folder for line and merge."""
     base, listed = family(tmp_path / "in", dtypes=[torch.bfloat16])
     options: list[str] = []
     if what == "a store":
@@ -114,7 +105,7 @@ def test_other_inputs(what: str, tmp_path: Path) -> None:
         tvb("build", path, tmp_path / "store", "--dtype", "float16", "--quiet")
         tuned = read_tuned(str(tmp_path / "store"), Options())
         assert tuned.share == 2 / len(TASKS)
-    elif what == "adapters":
+    else:
         adapters = []
         for seed, task in enumerate(TASKS[:3]):
             train(base, tmp_path / task, seed, target_modules=LINEAR)
@@ -126,12 +117,6 @@ def test_other_inputs(what: str, tmp_path: Path) -> None:
         assert len(tuned.identity()["checkpoints"]) == 4
         exact = Options(lora_merge_cache=options[1], lora_merge_dtype="float32")
         assert read_tuned(str(path), exact).identity() != tuned.identity()
-    else:
-        document = recipe("task_arithmetic", base, [])
-        sources = [{"model": str(m), "layer_range": [0, 1]} for m in (base, *listed[:2])]
-        document |= {"slices": [{"sources": sources}] * 2, "parameters": {"weight": 0.5}}
-        del document["models"]
-        tuned = written(document, tmp_path / "r.yml")
     made = merge(tuned.at(0.55), tmp_path / "merged", *options).tensors
     assert moved_as_merged(tuned, tmp_path / "line", {0.55: made}) == len(made)
 
@@ -149,32 +134,19 @@ NO_LINE = {
 }
 
 
-@pytest.mark.parametrize("what", ["tied", "own heads", "a bias that one lacks", *NO_LINE])
+@pytest.mark.parametrize("what", ["tied", "own heads", *NO_LINE])
 def test_a_live_model_moves_to_and_fro(what, tmp_path, caplog, monkeypatch):
     """No error piles up, and tied tensors move together; tied models with heads of their own are
-    tied only at 0, and mergekit merges an optional tensor from the models that have it. A line that
-    does not lead through the first merge, or to all weights, is not used."""
-
-    def opt() -> torch.nn.Module:
-        return transformers.OPTForCausalLM(
-            transformers.OPTConfig(vocab_size=96, hidden_size=32, ffn_dim=48, num_hidden_layers=1,
-                                   num_attention_heads=2, max_position_embeddings=64,
-                                   word_embed_proj_dim=32)
-        )  # fmt: skip
-
-    lacking = what == "a bias that one lacks"
-    make = opt if lacking else (lambda: llama(tie_word_embeddings=True))
+    tied only at 0. A line that does not lead through the first merge, or to all weights, is not
+    used."""
     dtype = torch.bfloat16 if what == "tied" else torch.float32
+    make = partial(llama, tie_word_embeddings=True)
     base, listed = family(tmp_path / "in", make, TASKS[:3], dtypes=[dtype])
     document = recipe("basis_ta", base, listed, dtype=str(dtype).removeprefix("torch."), **BALANCED)
     if what == "own heads":
         for number, folder in enumerate((base, *listed)):
             embedding = load(folder)["model.embed_tokens.weight"]
             rewritten(folder, **{"lm_head.weight": embedding * (1 + number / 10)})
-    elif lacking:
-        rewritten(listed[0], **{"model.decoder.layers.0.fc1.bias": None})
-        own = {index: {"weight": 0.5} for index in range(3)}
-        document = recipe("task_arithmetic", base, listed, own)
     tuned = written(document, tmp_path / "r.yml")
 
     def load_model(folder: Path) -> Any:
@@ -199,7 +171,7 @@ def test_a_live_model_moves_to_and_fro(what, tmp_path, caplog, monkeypatch):
 
 HEAD = "merge_method: basis_ta\nbase_model: b\nmodels: [{model: x}, {model: y}]\n"
 SLICES = (
-    "merge_method: task_arithmetic\nbase_model: b\nslices:\n- sources: [{model: a, layer_range: "
+    "merge_method: basis_ta\nbase_model: b\nslices:\n- sources: [{model: a, layer_range: "
     "[0, 1]}, {model: b, layer_range: [0, 1]}]\n  parameters: {lambda: 0.5}\n"
 )
 
@@ -213,7 +185,7 @@ SLICES = (
          [{"filter": "mlp", "value": 1.0}], None),
         (HEAD + "parameters:\n  lambda:\n    0.4\n", 0.5, None),
         (HEAD, 0.5, None),
-        (SLICES, 0.5, None),  # its default holds elsewhere, and is multiplied too
+        (SLICES, 0.2, None),  # its default holds elsewhere, and is multiplied too
         ("".join(f"  {line}\n" for line in HEAD.splitlines()), 0.5, None),
     ],
 )  # fmt: skip

@@ -107,16 +107,15 @@ def score(paths: tuple[str, ...], radar: Any, out: str | None, **values: Any) ->
     show_default="0:1:0.05; of basis_tsvm and basis_wudi 0 and 0.1 to 4, of basis_iso to 22",
     help="START:STOP:STEP, or numbers with commas.",
 )
-@choice("--search", "grid golden", default="grid", help="golden: golden section, 9 points.")
+@choice("--search", "grid golden", default="grid", help="golden: about 9 points.")
 @option("--tolerance", type=POSITIVE, help="Precision of golden; by default half a grid step.")
 @repeatable("--metric", "metrics", metavar="TASK:METRIC", help="As METRIC,FILTER. Repeatable.")
-@place("--reference", help="The specialists' results, to divide scores by.")
 @repeatable("--control", "controls", metavar="TASK", help="basis_negate: keep it. Repeatable.")
 @option("--keep", type=SHARE, default=0.95, help="basis_negate: share of control score to keep.")
 @option("--limit", type=float, help="Items per task, drawn by --seed; below 1 a fraction.")
 @flag("--subsample", help="Use M/T of these items for M bases of T tasks, as in the paper.")
 @option("--test-share", type=SHARE, default=0.2, help="Share that chooses, if no validation split.")
-@option("--seed", type=SEED, default=0, help="Seed of the items, and of mergekit.")
+@option("--seed", type=SEED, default=0, help="Seed of the items.")
 @folder("--include-path", multiple=True, help="Folder of your own lm-eval tasks. Repeatable.")
 @option("--metadata", metavar="JSON", help="lm-eval's, for tasks that need it.")
 @option("--num-fewshot", type=click.IntRange(0), help="lm-eval's.")
@@ -129,16 +128,15 @@ def tune(recipe: str, tasks: str, out: str, metadata: str | None, **values: Any)
 
     The coefficient is lambda, or alpha of basis_negate. One model in memory moves along
     theta_0 + lambda * Delta and is scored at each point. Its weights equal those of mergekit-yaml,
-    to the last bit. mergekit's task_arithmetic, ties and breadcrumbs can be tuned as well.
-    dare and della draw at random, so each point is merged to disk.
+    to the last bit.
 
     DIR gets tuned.yml, tune.md, tune.json, curve.png and points.jsonl. After an interruption, the
     same command continues; after the end it shows the result again. Test items are not used: a task
     is scored on its validation split. If it has none, a seeded part of the scored items chooses,
     and test_samples.json names the rest, for `lm_eval --samples`.
 
-    Memory: the loaded model, and --memory while models are merged, except by mergekit's own
-    methods. Disk: up to five times the merged model, below DIR and deleted at the end.
+    Memory: the loaded model, and --memory while models are merged. Disk: up to five times the
+    merged model, below DIR and deleted at the end.
 
     \b
     Example:

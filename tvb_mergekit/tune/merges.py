@@ -1,74 +1,45 @@
 """A recipe along its coefficient: lambda, or alpha of `basis_negate`.
 
-Our methods are linear in the coefficient, and so is mergekit's generalized task arithmetic without
-random draws: the merged model is start + fl(scale * direction), and `draw` writes both. For all
-other methods `write` merges point by point.
+Our methods are linear in the coefficient: the merged model is start + fl(scale * direction), and
+`draw` writes both.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import mergekit.merge
 import torch
 import yaml
-from mergekit import merge_methods
-from mergekit.architecture import WeightInfo
-from mergekit.common import ImmutableMap, ModelReference
+from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
-from mergekit.graph import Executor, Task
-from mergekit.merge_methods.generalized_task_arithmetic import GeneralizedTaskArithmeticMerge
-from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
-from mergekit.sparsify import SparsificationMethod
-from safetensors.torch import save_file
-from torch import Tensor
 
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.plugin.document import (
-    check_unknown_keys,
-    from_mapping,
-    parse,
-    registered,
-    unknown_method,
-)
+from tvb_mergekit.plugin.document import from_mapping, parse, unknown_method
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.plugin.planner import (
-    check_model,
-    check_tokenizer_source,
-    input_folders,
-    planned,
-    planned_by_mergekit,
-)
+from tvb_mergekit.plugin.planner import input_folders, planned
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.run import merge
-from tvb_mergekit.plugin.sources import fresh_loaders
 from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.settings import METHODS, VARYING_KEYS
 from tvb_mergekit.store.recipes import times
 from tvb_mergekit.store.store import is_store
-from tvb_mergekit.tensors.checkpoint import Checkpoint, weight_files
+from tvb_mergekit.tensors.checkpoint import weight_files
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.merging import merge_items, most_bases
 from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards
 
-RANDOM = (SparsificationMethod.random, SparsificationMethod.della_magprune)
 SHARD = 10**9  # bytes of written files: mergekit holds a shard in memory
-CPU = torch.device("cpu")
-
-Tasks = Sequence[tuple[WeightInfo, Task[Any]]]
 
 
 @dataclass(frozen=True)
@@ -79,10 +50,8 @@ class TunedRecipe:
     text: str  # the recipe as written
     key: str  # `lambda` or `alpha`
     factor: bool  # the coefficient multiplies layer gradients or filters of the recipe
-    recipe: Recipe | None  # None for mergekit's own methods
-    linear: bool  # the merged model is linear in the coefficient
+    recipe: Recipe
     options: Options
-    seed: int  # mergekit's, for methods that draw at random
     memory: int = MEMORY  # bytes that a pass over our methods' models may allocate
 
     @property
@@ -92,8 +61,6 @@ class TunedRecipe:
     @property
     def share(self) -> float:
         """M / T for M bases instead of T task vectors: the share of validation items to use."""
-        if self.recipe is None:
-            return 1.0
         if self.recipe.store is not None:
             bases = self.recipe.store
             return bases.num_bases / len(bases.tasks)
@@ -109,7 +76,7 @@ class TunedRecipe:
         if not self.factor:
             root[self.key] = point
             return document
-        elsewhere = VARYING_KEYS[self.key].default_for(self.method) if self.recipe else 1.0
+        elsewhere = VARYING_KEYS[self.key].default_for(self.method)
         if elsewhere is not None:
             root.setdefault(self.key, elsewhere)
         for parameters in _sections(document):
@@ -119,31 +86,11 @@ class TunedRecipe:
 
     def check(self, points: Sequence[float]) -> None:
         """Raise UserError or MergeRefused if the recipe does not allow one of the points."""
-        read = MergeConfiguration.model_validate if self.recipe is None else from_mapping
         for point in points:
-            with refusing(planning=True):
-                read(self.at(point))
+            from_mapping(self.at(point))
 
-    @contextmanager
-    def _planned(self, point: float) -> Iterator[Plan | Tasks]:
-        """Plan a point. For mergekit's own methods, the plan is a task for each tensor.
-
-        The plan may be run within the context.
-        """
-        document = self.at(point)
-        if self.recipe is not None:
-            with planned(from_mapping(document), self.options, self.memory) as plan:
-                yield plan
-            return
-        with fresh_loaders():
-            with refusing(planning=True):
-                config = MergeConfiguration.model_validate(document)
-                base = config.base_model
-                for model in sorted(self._models(), key=lambda m: (m != base, str(m))):
-                    check_model(model, base, self.options)
-                check_tokenizer_source(config)
-                tasks = planned_by_mergekit(config, self.options)._tensors
-            yield tasks
+    def _planned(self, point: float) -> AbstractContextManager[Plan]:
+        return planned(from_mapping(self.at(point)), self.options, self.memory)
 
     def _models(self) -> set[ModelReference]:
         return set(MergeConfiguration.model_validate(self.document).referenced_models())
@@ -151,15 +98,11 @@ class TunedRecipe:
     def output_bytes(self) -> int:
         """Return the bytes of the merged model; raise here, early, if it cannot be merged."""
         with self._planned(1.0) as plan:
-            if isinstance(plan, Plan):
-                return plan.output_bytes
-        return max(Checkpoint.open(self._folders(model)[0]).nbytes for model in self._models())
+            return plan.output_bytes
 
     def inputs(self) -> list[str]:
         """The folders of the models, in which nothing may be written."""
-        if self.recipe is not None:
-            return [*input_folders(self.recipe)]
-        return [os.fspath(folder) for each in self._models() for folder in self._folders(each)]
+        return [*input_folders(self.recipe)]
 
     def base(self) -> Path:
         base = MergeConfiguration.model_validate(self.document).base_model
@@ -174,9 +117,8 @@ class TunedRecipe:
         with refusing(planning=True):
             models = sorted(self._models(), key=str)
             files = {str(model): [_stamps(f) for f in self._folders(model)] for model in models}
-        fused = self.options.lora_merge_dtype
-        made = {"mergekit's seed": self.seed, "lora_merge_dtype": fused}
-        return {"recipe": document, "checkpoints": files, **made}
+        fused = {"lora_merge_dtype": self.options.lora_merge_dtype}
+        return {"recipe": document, "checkpoints": files, **fused}
 
     def _folders(self, model: ModelReference) -> list[Path]:
         cache = self.options.transformers_cache
@@ -186,25 +128,17 @@ class TunedRecipe:
     def write(self, point: float, out: str | os.PathLike[str], quiet: bool = True) -> None:
         """Merge one point into a folder, as `mergekit-yaml` does."""
         document = self.at(point)
-        changed = {"out_shard_size": SHARD, "quiet": quiet, "random_seed": self.seed}
-        options = self.options.model_copy(update=changed)
+        options = self.options.model_copy(update={"out_shard_size": SHARD, "quiet": quiet})
         source = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
-        if self.recipe is None:
-            config = MergeConfiguration.model_validate(document)
-            mergekit.merge.run_merge(config, os.fspath(out), options, config_source=source)
-            return
         merge(from_mapping(document, source), os.fspath(out), options, self.memory)
 
     def draw(self, start: Path, direction: Path, progress: Progress = silent) -> float:
-        """Write start and direction of every tensor that moves as two models; needs `linear`.
+        """Write start and direction of every tensor that moves as two models.
 
         Returns:
             The scale of the direction at coefficient 1.
         """
         with self._planned(1.0) as plan:
-            if not isinstance(plan, Plan):
-                _draw_stock(plan, start, direction)
-                return 1.0
             return self._draw(plan, start, direction, progress)
 
     def _draw(self, plan: Plan, start: Path, direction: Path, progress: Progress) -> float:
@@ -235,8 +169,6 @@ class TunedRecipe:
         if not self.factor:
             return dict.fromkeys(names, point)
         with self._planned(point) as plan:
-            if not isinstance(plan, Plan):
-                return {w.name: float(dict(t.parameters.items())[self.key]) for w, t in plan}
             found = {item.name: item.tunables for item in plan.items() if item.tunables}
             return {n: t.alpha if self.key == "alpha" else t.lambda_ for n, t in found.items()}
 
@@ -251,8 +183,8 @@ class TunedRecipe:
         return str(yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True))
 
 
-def read_tuned(path: str, options: Options, seed: int = 0, memory: int = MEMORY) -> TunedRecipe:
-    """Read the recipe in a file, or `recipes/add.yml` of a store; it needs a coefficient."""
+def read_tuned(path: str, options: Options, memory: int = MEMORY) -> TunedRecipe:
+    """Read the recipe in a file, or `recipes/add.yml` of a store."""
     if os.path.isdir(path):
         if not is_store(path):
             raise UserError(f"{path}: a folder, but not a store; name a recipe, or a store")
@@ -260,33 +192,14 @@ def read_tuned(path: str, options: Options, seed: int = 0, memory: int = MEMORY)
     file = parse(path)
     document, text = file.single(), file.text.removeprefix("\ufeff")
     method = document.get("merge_method")
-    found = from_mapping(document) if method in METHODS else None
-    linear = found is not None or _check_stock(path, document)
-    recipe = None if found is None else found.recipe
+    if method not in METHODS:
+        raise unknown_method(path, method, METHODS)
+    found = from_mapping(document)
     key = "alpha" if method == "basis_negate" else "lambda"
     root = document.get("parameters") or {}
     given = [section for section in _sections(document) if key in section]
     factor = any(s is not root or isinstance(s[key], list | dict) for s in given)
-    return TunedRecipe(document, text, key, factor, recipe, linear, options, seed, memory)
-
-
-def _check_stock(path: str, document: Mapping[str, Any]) -> bool:
-    """Return whether one of mergekit's own methods is linear in lambda; raise if it has none."""
-    name = document.get("merge_method")
-    known = {method.spec.name: method for method in merge_methods.registered_methods()}
-    if not isinstance(name, str) or name not in known:
-        raise unknown_method(path, name, registered())
-    able = [n for n, m in known.items() if any(p.name == "lambda" for p in m.spec.parameters)]
-    if name not in able:
-        raise UserError(f"{path}: {name} has no `lambda`: {', '.join(sorted(able))} have")
-    with refusing(planning=True):
-        check_unknown_keys(document, MergeConfiguration)
-        config = MergeConfiguration.model_validate(document)
-    if config.base_model is None:
-        raise UserError(f"`base_model` is missing: {name} needs the models' common base")
-    method = known[name]
-    arithmetic = isinstance(method, GeneralizedTaskArithmeticMerge)
-    return arithmetic and method.sparsification_method not in RANDOM
+    return TunedRecipe(document, text, key, factor, found.recipe, options, memory)
 
 
 def _sections(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -310,47 +223,3 @@ def _stamps(folder: Path) -> dict[str, list[int]]:
     names = {*weight_files(folder), *others}
     stats = {name: (folder / name).stat() for name in sorted(names)}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
-
-
-def _draw_stock(tasks: Tasks, start: Path, direction: Path) -> None:
-    """Do the work of `draw` for mergekit's own methods, for the tensors that they merge."""
-    merges: dict[Any, list[tuple[str, Any]]] = {}  # a layer may be there twice
-    for weight, task in tasks:
-        merges.setdefault(task.gather_tensors, []).append((weight.name, task))
-    files: dict[str, str] = {}
-    for folder in (start, direction):
-        folder.mkdir(parents=True)
-    for gathering, tensors in Executor(list(merges), CPU, CPU).run(quiet=True):
-        for name, task in merges[gathering]:
-            if (pair := _split(task, tensors)) is not None:
-                files[name] = f"{len(files)}.safetensors"
-                for folder, tensor in zip((start, direction), pair, strict=True):
-                    save_file({name: tensor.contiguous()}, folder / files[name])
-    index = json.dumps({"metadata": {}, "weight_map": files})
-    for folder in (start, direction):
-        (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
-
-
-def _split(
-    task: ExecuteMergeMethodTask, tensors: Mapping[ModelReference, Tensor]
-) -> tuple[Tensor, Tensor] | None:
-    """Return start and direction of one tensor, by mergekit's own code; None if it is not merged.
-
-    mergekit computes base + lambda * f(models - base) in the inputs' dtype. With a base of zeros
-    and the differences instead of the models, the result is f alone.
-    """
-    base = task.base_model
-    start = tensors.get(base)
-    models = {  # an optional tensor is merged from those that have it
-        model: tensor
-        for model in task.model_order
-        if model != base and (tensor := tensors.get(model)) is not None
-    }
-    if start is None or not models or not start.is_floating_point():
-        return None
-    dtypes = [tensor.dtype for tensor in models.values()]
-    start = start.to(reduce(torch.promote_types, dtypes, start.dtype))
-    moved = {model: tensor.to(start.dtype) - start for model, tensor in models.items()}
-    given = dict(task.parameters.items()) | {"lambda": 1.0}
-    alone = task.model_copy(update={"parameters": ImmutableMap(data=given)})
-    return start, alone.execute({**moved, base: torch.zeros_like(start)})

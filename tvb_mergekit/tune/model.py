@@ -1,4 +1,4 @@
-"""The model that lm-eval scores, moved along start + fl(scale * direction), or merged again.
+"""The model that lm-eval scores, moved along start + fl(scale * direction).
 
 Each move begins at `start`, so no error accumulates. The two roundings are those of the merge, so
 the weights are those that `mergekit-yaml` writes, to the last bit of their dtype.
@@ -72,8 +72,7 @@ class MovingModel:
 
     One point is merged to a folder and loaded from there, so that configuration, tokenizer and
     dtype are those of a merged model. Afterwards the weights move in place. The line must lead
-    through the first point to the last bit. Otherwise, and if the recipe is not linear, every point
-    is merged to a folder and loaded.
+    through the first point to the last bit. Otherwise every point is merged to a folder and loaded.
 
     Args:
         work: a folder for the merged model and the line; emptied here.
@@ -106,8 +105,6 @@ class MovingModel:
     def _not_a_line(self) -> str | None:
         """Make the line, or return why there is none."""
         recipe = self.recipe
-        if not recipe.linear:
-            return f"{recipe.method} draws at random and is not linear in {recipe.key}"
         self._reload(self.begin)
         stored = Checkpoint.open(self.work / "model")
         tensors, unknown = live_tensors(self._lm.model, stored)

@@ -74,12 +74,9 @@ def summary(tuned: Tuned) -> dict[str, Any]:
             task.name: {
                 "metrics": list(task.metrics),
                 "role": role,
-                "reference": {
-                    m: goal.reference[task.name, m] for m in task.metrics if goal.reference
-                },
                 "parts": [asdict(part) for part in task.parts],
             }
-            for role, goal, task in _tasks(tuned)
+            for role, _, task in _tasks(tuned)
         },
         "points": [_point(tuned, point) for point in tuned.points],
         "decided_by": dict(tuned.facts),
@@ -98,17 +95,13 @@ def sheet(tuned: Tuned) -> Sheet:
     """Return a row for each point in the order of the coefficient; the best one has a star."""
     tasks = [] if len(tuned.points[0].scored) == 1 else list(_tasks(tuned))  # one is the mean
     control = ["control"] if "control" in tuned.goals else []
-    head = [tuned.recipe.key, f"mean {_what(tuned)}", *control, *(t.name for _, _, t in tasks)]
+    head = [tuned.recipe.key, "mean score", *control, *(t.name for _, _, t in tasks)]
     rows = []
     for point in sorted(tuned.points, key=lambda point: point.value):
         star = " *" if point.value == tuned.best.value else ""
         each = [goal.of(task, point.scored[task.name]) for _, goal, task in tasks]
         rows.append((f"{point.value:g}{star}", *map(_number, [*point.means.values(), *each])))
     return Sheet(headline(tuned), tuple(head), rows)
-
-
-def _what(tuned: Tuned) -> str:
-    return "share of the reference" if tuned.goals["target"].reference else "score"
 
 
 def _number(estimate: Estimate) -> str:
@@ -145,8 +138,6 @@ def how(tuned: Tuned) -> list[str]:
     lines = [f"{recipe.key}: {kind} over {request.grid}, {len(tuned.points)} points scored"]
     if recipe.factor:
         lines.append(f"{recipe.key} multiplies the recipe's own gradients and filters")
-    if not recipe.linear:
-        lines.append(f"draws at random: merge it with mergekit-yaml --random-seed {recipe.seed}")
     if "control" in tuned.goals:
         keeps = f"keeps {request.keep:g} of the control score at 0"
         lines.append(f"the smallest target score that {keeps}")
@@ -158,8 +149,6 @@ def how(tuned: Tuned) -> list[str]:
         name = f"control {task.name}" if role == "control" else task.name
         metrics = " and ".join(task.metrics)
         lines.append(f"{name}: {metrics} on {items}, seed {tuned.choice.seed}")
-    if request.reference is not None:
-        lines.append(f"scores are shares of those in {request.reference}")
     return [*lines, *tuned.notes]
 
 
@@ -202,6 +191,6 @@ def _figure(tuned: Tuned) -> Figure:
         axes.axhline(least, color=ORANGE, linewidth=0.8, linestyle="--", label=label)
     axes.axvline(tuned.best.value, color=DARK, linewidth=0.8, linestyle=":")
     axes.set_xlabel(tuned.recipe.key)
-    axes.set_ylabel(_what(tuned) if goal.reference else "score, ± 1 standard error")
+    axes.set_ylabel("score, ± 1 standard error")
     axes.legend(loc="best")
     return figure

@@ -19,7 +19,6 @@ from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.progress import Bar
 from tvb_mergekit.score.benchmark import check_known, repeated
-from tvb_mergekit.score.results import read_results
 from tvb_mergekit.store.writer import lock
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.output import check_disk, check_output_folder, folder_bytes
@@ -48,7 +47,6 @@ class TuneRequest(LmEval):
     search: Literal["grid", "golden"] = "grid"
     tolerance: float | None = None
     metrics: Sequence[str] = ()
-    reference: str | None = None
     controls: Sequence[str] = ()
     keep: float = 0.95
     limit: float | None = None
@@ -87,7 +85,7 @@ class Tuned:
 def tune(request: TuneRequest) -> Tuned:
     """Find the coefficient. The only file that stays is OUT/points.jsonl."""
     harness.require()
-    recipe = read_tuned(request.recipe, request.options, request.seed, request.memory)
+    recipe = read_tuned(request.recipe, request.options, request.memory)
     if request.grid is None:
         request = replace(request, grid=search.default_grid(recipe.method, request.search))
     points = search.grid_points(str(request.grid))
@@ -106,7 +104,7 @@ def tune(request: TuneRequest) -> Tuned:
     choice = ItemChoice(request.limit, share, request.test_share, request.seed)
     check_memory(size, request.device)
     held = folder_bytes(request.out / WORK)  # of a killed run, deleted before the first point
-    check_disk(request.out, (DISK if recipe.linear else 1) * size - held)
+    check_disk(request.out, DISK * size - held)
     given = {"tokenizer", "tokenizer_source", "chat_template"} & recipe.document.keys()
     usual = None if given else recipe.base()
     harness.check_options(request, usual, request.options.trust_remote_code)
@@ -132,6 +130,7 @@ def tune(request: TuneRequest) -> Tuned:
         bar = stack.enter_context(Bar(desc="Tune", unit="task", disable=request.quiet))
         scorer = Scorer(goals, tasks, file, model, bar, request.chat_template)
         best = scorer.point(_search(request, points, scorer))
+        bar.total = bar.n  # unknown to a search that ends by itself
     return Tuned(request, recipe, goals, choice, best, list(scorer.points.values()), notes, facts)
 
 
@@ -143,8 +142,6 @@ def _mistakes(request: TuneRequest, recipe: TunedRecipe, points: Sequence[float]
         yield "basis_negate needs --control TASK, a task that must not be forgotten"
     if negation and golden:
         yield "basis_negate is tuned on a grid: leave out --search"
-    if negation and request.reference:
-        yield "--reference goes with addition: leave it out"
     if request.controls and not negation:
         yield f"--control goes with basis_negate, and the recipe's method is {recipe.method}"
     if not request.tasks:
@@ -165,9 +162,6 @@ def _mistakes(request: TuneRequest, recipe: TunedRecipe, points: Sequence[float]
 
 
 def _objectives(request: TuneRequest, choice: ItemChoice, base: Path) -> dict[str, Objective]:
-    reference = None if request.reference is None else read_results(request.reference)
-    for note in reference.notes if reference else ():
-        LOG.warning("%s", note)
     metrics: dict[str, list[str]] = {}
     for text in request.metrics:
         name, _, metric = text.partition(":")
@@ -183,8 +177,8 @@ def _objectives(request: TuneRequest, choice: ItemChoice, base: Path) -> dict[st
     if twice := repeated(names):
         raise UserError(f"{twice} is both to be forgotten and --control")
     rising = "forgetting" if controls else ""
-    goals = {"target": objective(targets, reference, str(request.reference), rising)}
-    return goals | ({"control": objective(controls, rising="--control")} if controls else {})
+    goals = {"target": objective(targets, rising)}
+    return goals | ({"control": objective(controls, "--control")} if controls else {})
 
 
 class ScoreFile:

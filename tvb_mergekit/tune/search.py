@@ -10,14 +10,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from scipy.optimize import minimize_scalar
+
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.score.results import Results
 from tvb_mergekit.settings import MATRIX_METHODS
 from tvb_mergekit.tune.harness import EvalTask, Scored
 
 DIGITS = 9  # of a score; the rest is rounding
 MOST = 1000  # points of a grid
-RATIO = (math.sqrt(5) - 1) / 2
 FINEST = 1e-4  # of an interval
 
 Score = Callable[[float], float]
@@ -92,30 +92,22 @@ def most_forgotten(points: Sequence[float], target: Score, control: Score, keep:
 
 
 def golden(low: float, high: float, tolerance: float, score: Score) -> float:
-    """Return the best point of a golden-section search for the maximum of a unimodal score.
+    """Return the best point of Brent's bounded search for the maximum of a unimodal score.
 
-    Each score after the first two narrows the interval to 0.618 of its length. The search ends
-    when the interval is at most `tolerance` long, a ten-thousandth of its first length, or without
-    a float inside. From 1 to 0.05 that is 8 scores. scipy's version needs a bracketing triple,
-    which costs scores to find and may leave the interval.
+    It is a golden section that takes steps along a parabola where these are shorter. Precision is
+    at most a ten-thousandth of the interval: nobody wants to read more digits.
     """
     tolerance = max(tolerance, FINEST * (high - low))
-    decimals = 6 - math.floor(math.log10(high - low))  # nobody wants to read more
+    decimals = 6 - math.floor(math.log10(high - low))
+    scores: dict[float, float] = {}
 
-    def inner(end: float, other: float) -> float:
-        return round(end + RATIO * (other - end), decimals)
+    def loss(point: float) -> float:
+        point = round(float(point), decimals)
+        if point not in scores:
+            scores[point] = round(score(point), DIGITS)
+        return -scores[point]
 
-    left, right = inner(high, low), inner(low, high)
-    scores = {point: score(point) for point in (left, right)}
-    while high - low > tolerance and low < left < right < high:
-        if round(scores[left], DIGITS) >= round(scores[right], DIGITS):
-            high, right = right, left
-            left = new = inner(high, low)
-        else:
-            low, left = left, right
-            right = new = inner(low, high)
-        if high - low > tolerance and new not in scores:
-            scores[new] = score(new)
+    minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": tolerance})
     return best(list(scores), list(scores.values()))
 
 
@@ -132,7 +124,6 @@ class Objective:
     """The mean over tasks of the mean over their metrics."""
 
     tasks: tuple[EvalTask, ...]
-    reference: Mapping[tuple[str, str], float]  # (task, metric) -> divisor; empty for none
 
     @property
     def lower(self) -> bool:
@@ -143,12 +134,12 @@ class Objective:
 
         Its metrics share items. Their errors are added, which is the upper bound.
         """
-        scales = {m: 1 / self.reference.get((task.name, m), 1.0) for m in task.metrics}
-        value = math.fsum(scored.values[m] * scale for m, scale in scales.items()) / len(scales)
-        if not scored.stderrs.keys() >= scales.keys():
+        value = math.fsum(scored.values[m] for m in task.metrics) / len(task.metrics)
+        if not scored.stderrs.keys() >= set(task.metrics):
             return Estimate(value, None)
-        errors = (scored.stderrs[m] * scale for m, scale in scales.items())
-        return Estimate(value, math.fsum(errors) / len(scales))
+        return Estimate(
+            value, math.fsum(scored.stderrs[m] for m in task.metrics) / len(task.metrics)
+        )
 
     def mean(self, found: Mapping[str, Scored]) -> Estimate:
         """Return the mean over all tasks; the error assumes that they are independent."""
@@ -159,34 +150,17 @@ class Objective:
         return Estimate(value, math.hypot(*errors) / len(each) if known else None)
 
 
-def objective(
-    tasks: Sequence[EvalTask], reference: Results | None = None, what: str = "", rising: str = ""
-) -> Objective:
-    """Make the objective over tasks, with scores as shares of the reference's if there is one.
+def objective(tasks: Sequence[EvalTask], rising: str = "") -> Objective:
+    """Make the objective over tasks.
 
     Args:
-        what: path of the reference, for messages.
         rising: option that needs metrics that are better when higher, for messages.
     """
     metrics = [(task, metric) for task in tasks for metric in task.metrics]
     low = [(metric, task.name) for task, metric in metrics if metric in task.lower]
-    rising = rising or ("" if reference is None else "--reference")
     if low and (rising or len(low) < len(metrics)):
         raise UserError(
             f"{' of '.join(low[0])} is better when it is lower: "
             f"{rising or 'a mean with other metrics'} needs scores that rise"
         )
-    if reference is None:
-        return Objective(tuple(tasks), {})
-    shares = {}
-    for task, metric in metrics:
-        reference.check_rivals(
-            f"--reference {what}", task.name, "a folder with the files of each task's specialist"
-        )
-        known = reference.tasks.get(task.name)
-        value = known.metrics.get(metric, 0.0) if known else 0.0
-        if value <= 0:
-            has = ", ".join(known.metrics if known else reference.tasks)
-            raise UserError(f"--reference {what}: no {metric} of {task.name} above 0 (has {has})")
-        shares[task.name, metric] = value
-    return Objective(tuple(tasks), shares)
+    return Objective(tuple(tasks))
