@@ -384,11 +384,10 @@ WAYS = {
     "tvb merge": Way(("--memory", "300MB"), command="tvb merge", threads=2),
     "shards": Way(shards="400KB", threads=2),
     "shards out": Way(("--out-shard-size", "300K"), files="model-?????-of-?????.safetensors"),
-    "bin out": Way(("--no-safe-serialization",), files="pytorch_model.bin"),
     "no card": Way(("--no-write-model-card", "--random-seed", "5"), gone=frozenset({"README.md",
         "mergekit_config.yml"})),
     "mergekit's own options": Way(("--lazy-unpickle", "--clone-tensors", "--async-write",
-        "--read-to-gpu", "--low-cpu-memory")),
+        "--read-to-gpu", "--low-cpu-memory", "--no-safe-serialization")),
     "no tokenizer": Way(("--no-copy-tokenizer", "-v"), gone=frozenset({"tokenizer.json",
         "tokenizer_config.json", "generation_config.json"})),
 }  # fmt: skip

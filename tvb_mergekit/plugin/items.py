@@ -32,7 +32,6 @@ class MergedTensors:
     Attributes:
         checkpoints: The base's first.
         saved_dtype: The dtype to which mergekit casts everything that it writes.
-        safe: Weight files are safetensors.
         tied: All configurations say that the output embedding is the input embedding.
         items: In the order of the base's files.
         left_out: Tensor -> reason why it stays the base's, or is not written.
@@ -47,7 +46,6 @@ class MergedTensors:
     checkpoints: Mapping[ModelReference, Checkpoint]
     out_dtype: str | None
     saved_dtype: str | None = None
-    safe: bool = True
     tied: bool = False
     items: Sequence[Item] = ()
     left_out: dict[str, str] = field(default_factory=dict)
@@ -140,11 +138,8 @@ class MergedTensors:
         weights = [part.dtype for part in inputs if part.holds == "weight"]
         out = saved or (wanted if base.dtype.is_floating_point else None)
         out = out or functools.reduce(torch.promote_types, weights, base.dtype)
-        if self.safe and out not in DTYPES.values():
-            raise UserError(
-                f"tensor `{given.weight.name}`: safetensors hold no {out}; write .bin files with "
-                "--no-safe-serialization"
-            )
+        if out not in DTYPES.values():
+            raise UserError(f"tensor `{given.weight.name}`: safetensors hold no {out}")
         return out
 
     def _tunables(self, given: Candidate) -> Tunables:

@@ -83,9 +83,7 @@ def _plan(document: Document, options: MergeOptions, memory: int | None) -> Plan
     held = {model: loader.checkpoint for model, loader in loaders.items()}
     configs = (model.config(trust_remote_code=options.trust_remote_code) for model in loaders)
     tied = all(getattr(config, "tie_word_embeddings", False) for config in configs)
-    tensors = MergedTensors(
-        recipe, held, document.dtype, document.config.out_dtype, options.safe_serialization, tied
-    )
+    tensors = MergedTensors(recipe, held, document.dtype, document.config.out_dtype, tied)
     tensors.fill(candidate(held, w, task, tokenizer, options) for w, task in planner._tensors)
     made = planner.arch_info, planner.out_model_config
     return Plan(recipe, options, engine, loaders, tensors, tokenizer, *made)

@@ -19,9 +19,7 @@ from typing import Any
 import transformers
 from mergekit.card import generate_card
 from mergekit.common import parse_kmb
-from mergekit.io.tensor_writer import TensorWriter
 from mergekit.options import MergeOptions
-from torch import Tensor
 
 from tvb_mergekit.errors import UserError, one_line
 from tvb_mergekit.plugin.document import Document
@@ -39,8 +37,7 @@ from tvb_mergekit.tensors.output import (
     check_output_folder,
     warn_of_stale_parts,
 )
-from tvb_mergekit.tensors.stream import Item
-from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, MemorySink, plan_shards, run_of
+from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards, run_of
 
 LOG = logging.getLogger(__name__)
 # mergekit's options for its own task graph, which none of our methods runs.
@@ -99,6 +96,8 @@ def check_place(out: str, recipe: Recipe, options: MergeOptions) -> None:
     if given and not options.gpu_rich and not options.quiet:  # --gpu-rich sets some of them
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
         LOG.warning("%s: without effect on our methods, which stream tensors", names)
+    if not options.safe_serialization:
+        LOG.warning("--no-safe-serialization: our methods write safetensors all the same")
 
 
 def write_model(plan: Plan, document: Document, stage: StagedFolder, started: float) -> None:
@@ -133,29 +132,10 @@ def staged(out: str) -> Iterator[StagedFolder]:
             made.discard()
 
 
-class TorchSink(MemorySink):
-    """Writes `.bin` shards by mergekit's writer, which holds one at a time."""
-
-    def __init__(self, writer: TensorWriter) -> None:
-        super().__init__(1)
-        self._writer = writer
-
-    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
-        super().write(item, start, stop, values)
-        if stop == item.numel:
-            self._writer.save_tensor(item.name, self.states[0].pop(item.name))
-
-
 def write_tensors(plan: Plan, folder: Path) -> None:
     """Merge all tensors into the weight files of `folder`. Only the leader returns."""
-    items = plan.items()
-    options, world = plan.options, ranks.world()
-    if not options.safe_serialization:
-        writer = TensorWriter(str(folder), options.out_shard_size, safe_serialization=False)
-        plan.merge_into(TorchSink(writer), items)
-        writer.finalize()
-        return
-    shards = plan_shards(items, max(options.out_shard_size or 0, 0) or sys.maxsize, world.size)
+    items, world = plan.items(), ranks.world()
+    shards = plan_shards(items, max(plan.options.out_shard_size or 0, 0) or sys.maxsize, world.size)
     world.agree([[shard.name, [i.name for i in shard.items]] for shard in shards])
     files = FolderWriter(folder, shards, {"format": "pt"}, rank=world.rank)
     plan.merge_into(FoldersSink([files]), run_of(shards, world.rank))

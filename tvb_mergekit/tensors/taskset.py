@@ -14,7 +14,7 @@ from tvb_mergekit.core.gram import NO_TENSOR, GramSums, shapes_differ
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.settings import Settings
 from tvb_mergekit.tensors.adapter import Adapter
-from tvb_mergekit.tensors.source import Holds, StateDict, Weights
+from tvb_mergekit.tensors.source import StateDict, Weights
 from tvb_mergekit.tensors.stream import Item, Part
 
 QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -183,7 +183,6 @@ def match(
     sources: Sequence[Weights],
     tasks: Sequence[str],
     settings: Settings,
-    holds: Holds = "weight",
 ) -> tuple[TaskSet, list[str]]:
     """Match the tensors of models by name.
 
@@ -211,7 +210,7 @@ def match(
             for source, others in zip(sources, known, strict=True)
         ]
         parts = [
-            None if own is None else Part.of(source, own, holds)
+            None if own is None else Part.of(source, own)
             for source, own in zip(sources, names, strict=True)
         ]
         base_part = Part.of(base, name)
