@@ -116,24 +116,18 @@ def place(command: str, out: Path) -> list[str]:
     return ["--out-path", str(out)] if command == "mergekit-multi" else [str(out)]
 
 
-def settings(cache: Path | str | None, out: Path, more: Mapping[str, str] | None) -> dict[str, str]:
-    where = str(cache) if cache else str(out.parent / "gram-cache")
-    return {"TVB_MERGEKIT_CACHE": where, "HF_HUB_OFFLINE": "1", **(more or {})}
-
-
 def merge(
     recipes: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     out: Path,
     *args: str,
     command: str = "mergekit-yaml",
-    cache: Path | str | None = None,
     env: Mapping[str, str] | None = None,
     fails: bool = False,
 ) -> Result:
     """Run a command's `main` with its arguments within this process."""
     main = importlib.import_module(MODULES[command]).main
     words = [str(write(recipes, out)), *place(command, out), "--quiet", *args]
-    with mock.patch.dict(os.environ, settings(cache, out, env)):
+    with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1", **(env or {})):
         done = CliRunner().invoke(main, words, prog_name=command)
     if fails:
         assert done.exit_code == 1, f"exit code {done.exit_code}: {done.output}"
@@ -144,8 +138,8 @@ def merge(
 
 
 def tvb(*words: object, code: int = 0) -> click.testing.Result:
-    """Run `tvb` within this process, without a cache."""
-    with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1", TVB_MERGEKIT_CACHE="off"):
+    """Run `tvb` within this process."""
+    with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):
         done = CliRunner().invoke(cli.main, [str(word) for word in words])
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception

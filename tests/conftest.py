@@ -113,12 +113,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Models]:
 
 
 @pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of Gram matrices for one test alone."""
-    monkeypatch.setenv("TVB_MERGEKIT_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
 def make_venv(tmp_path: Path, other_packages: Path) -> Callable[..., Venv]:
     """Make `Venv`s; `packages=False` leaves them empty."""
 

@@ -73,7 +73,7 @@ class Running:
             TRANSFORMERS_VERBOSITY="error",
         ):
             listed = [str(word) for word in words]
-            args = (listed, folder, self._said, fault, {"TVB_MERGEKIT_CACHE": "off", **env})
+            args = (listed, folder, self._said, fault, {**env})
             self.process = context.Process(target=_run, args=args)
             self.process.start()
 

@@ -27,7 +27,6 @@ from worlds import World
 import tvb_mergekit as tvb
 from tvb_mergekit.store import api, attaching
 
-pytestmark = pytest.mark.usefixtures("own_cache")
 State = dict[str, Tensor]
 
 
@@ -81,19 +80,6 @@ def test_a_base_that_ties_what_its_models_do_not(world: World) -> None:
     bases = tvb.build(base, models, basis="none")
     want = expect(dense_of(base, models), "basis_ta", {"basis": "none"}, {}, TASKS)
     assert_close(tvb.merge(bases, base, "basis_ta"), want.tensors, base, want.boundary)
-
-
-def test_state_dicts_are_read_anew_whatever_the_cache_holds() -> None:
-    """A fingerprint samples; what lies between the samples differs here."""
-    base = {"w": torch.zeros(100_000)}
-    first = {name: {"w": torch.zeros(100_000)} for name in ("a", "b")}
-    first["a"]["w"][20_000] = 1.0
-    first["b"]["w"][20_001] = 1.0
-    second = {k: {"w": s["w"].clone()} for k, s in first.items()}
-    second["b"]["w"][20_001] = 7.0
-    tvb.build(base, first, basis="none")
-    bases = tvb.build(base, second, basis="none")
-    assert bases.tensors["gram"].tolist() == [[1.0, 0.0], [0.0, 49.0]]
 
 
 def test_mistakes_are_user_errors(world: World, tmp_path: Path) -> None:

@@ -419,7 +419,7 @@ def test_a_version_with_other_names_merges_without_our_methods(make_venv, tmp_pa
     line = "tvb-mergekit: basis_ta[^\n]* mergekit 0.1.6 has no `mergekit.merge._model_out_config`"
     out = tmp_path / "out"
     stock = recipe("task_arithmetic", base, models, weight=0.5)
-    expected = merge(stock, tmp_path / "expected", cache="off")
+    expected = merge(stock, tmp_path / "expected")
     ours = write(recipe("basis_ta", base, models, basis="pca", num_bases=2), tmp_path / "ours")
     words = (write(stock, out), out, ours, tmp_path / "ours")
     done = venv.run("-c", IN_ONE_PROCESS, *words, check=False)

@@ -42,7 +42,7 @@ def test_check(name, tmp_path, tiny_models, monkeypatch, caplog):
     case = CASES[name]
     prepare(tmp_path / "work", tiny_models, case)
     monkeypatch.chdir(tmp_path / "work")
-    environment = {"HF_HUB_OFFLINE": "1", "TVB_MERGEKIT_CACHE": "off", **case.env}
+    environment = {"HF_HUB_OFFLINE": "1", **case.env}
     before = snapshot(tmp_path)
     with mock.patch.dict(os.environ, environment):
         done = CliRunner().invoke(main, ["check", "recipe.yml", "--deep", *case.args])
@@ -65,7 +65,6 @@ def here(tmp_path: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch) -> 
     prepare(tmp_path / "work", tiny_models, Case())
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("TVB_MERGEKIT_CACHE", "off")
     return tmp_path / "work"
 
 

@@ -1,20 +1,15 @@
 """The `tvb` command as strangers, impatient people and attackers use it."""
 
-import io
 import json
-import logging
-import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from unittest import mock
-from weakref import WeakSet
 
 import click
 import processes
@@ -22,7 +17,6 @@ import pytest
 import test_score
 import tiny
 import torch
-import tqdm
 import transformers
 import yaml
 from click.testing import CliRunner, Result
@@ -33,14 +27,12 @@ from test_faults import snapshot
 
 from tvb_mergekit import __version__
 from tvb_mergekit.cli.commands import main
-from tvb_mergekit.cli.options import careful
-from tvb_mergekit.errors import UserError, megabytes
-from tvb_mergekit.progress import bars
+from tvb_mergekit.errors import megabytes
 from tvb_mergekit.store import store
 
 TVB = Path(sys.executable).with_name("tvb")
 WEIGHTS = "model.safetensors"
-COMMANDS = "build inspect add undo remove export push merge check score learn tune cache".split()
+COMMANDS = "build inspect add undo remove export push merge check score learn tune".split()
 
 
 def run(*words: object, code: int = 0) -> Result:
@@ -75,7 +67,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "recipe.yml").write_text(yaml.safe_dump(made_of))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        patch.setenv("TVB_MERGEKIT_CACHE", "off")
         run("build", "recipe.yml", "store", "--quiet")
     return root
 
@@ -87,7 +78,6 @@ def here(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     shutil.copytree(models, folder, ignore=shutil.ignore_patterns(".*"))
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("TVB_MERGEKIT_CACHE", str(tmp_path / "cache"))
     yield folder
 
 
@@ -198,7 +188,7 @@ HEAVY = ("mergekit", "transformers", "peft", "numba", "matplotlib")
 LIGHT = {
     "--help": ("torch", "numpy", "rich", *HEAVY),
     **{f"{name} --help": ("torch", "numpy", "rich", *HEAVY) for name in COMMANDS},
-    "score nope --out table": ("torch", *HEAVY), "cache list": HEAVY, "inspect store": HEAVY,
+    "score nope --out table": ("torch", *HEAVY), "inspect store": HEAVY,
     "inspect store --json": HEAVY, "check store": HEAVY,
 }  # fmt: skip
 PROBE = """
@@ -308,7 +298,6 @@ def misuses() -> Iterator[tuple[list[str], str]]:
     """Command lines with one wrong word each, for every parameter of every command, and the reason
     that is expected."""
     yield ["buildd"], "No such command 'buildd'"
-    yield ["cache", "nope"], "No such command 'nope'"
     yield ["build", "nope.yml", "out"], "File 'nope.yml' does not exist"
     yield ["export", "store", "--all", ""], "name one output folder"
     yield ["learn", "", "atlas", "--out", "x"], "is empty"
@@ -471,90 +460,3 @@ def test_a_folder_whose_name_mergekit_would_split(here: Path) -> None:
     (here / "moved").rename(here / "base")
     processes.run(["mergekit-yaml", folder / "store/recipes/add.yml", "two", "--quiet"], here)
     assert (here / "one" / WEIGHTS).read_bytes() == (here / "two" / WEIGHTS).read_bytes()
-
-
-# The cache
-
-
-def test_cache(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "0 Gram matrices" in run("cache", "list").stdout
-    run("inspect", "recipe.yml", "--quiet")
-    assert "math, code, safety" in run("cache", "list").stdout
-    for name in ("f" * 64, "model"):  # an entry that is damaged, and a user's file
-        (tmp_path / f"cache/{name}.safetensors").write_text("junk")
-    assert "1 Gram matrices" in run("cache", "list").stdout
-    assert "Deleted 2" in run("cache", "clear").stdout
-    assert [file.name for file in (tmp_path / "cache").iterdir()] == ["model.safetensors"]
-    monkeypatch.delenv("TVB_MERGEKIT_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    assert str(tmp_path / "user/tvb-mergekit/gram") in run("cache", "list").stdout
-    monkeypatch.setenv("TVB_MERGEKIT_CACHE", "off")
-    assert "is off" in run("cache", "list").stdout
-    assert "Deleted 0" in run("cache", "clear").stdout
-    monkeypatch.setenv("TVB_MERGEKIT_CACHE", "")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # a user without a home
-    assert "is off" in run("cache", "list").stdout
-
-
-# Progress and messages on one stream: bars on a terminal, whole lines everywhere else
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_log_gets_a_line_every_ten_seconds_and_one_at_the_end(monkeypatch):
-    seconds, log = [0.0], io.StringIO()
-    monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
-    monkeypatch.setattr(sys, "stderr", log)
-    short = bars(False)("Gram matrix", 100)
-    for number in range(10):
-        seconds[0] = number
-        short(10)
-    assert log.getvalue().count("\n") == 1 and log.getvalue().startswith("Gram matrix: 100%")
-    log.truncate(log.seek(0))
-    long = bars(False)("Bases", 4000)
-    for _ in range(40):
-        seconds[0] += 0.9
-        long(100)
-        with tqdm.tqdm.external_write_mode(file=log):  # as `tqdm.write` does
-            pass
-    found = [re.sub(r"\[.*\]", "[]", line) for line in log.getvalue().splitlines()]
-    assert found == [f"Bases: {p}% {p * 40 / 1000:.2f}k/4.00k []" for p in (30, 60, 90, 100)]
-    assert re.search(r"\[\d+:\d\d<\d+:\d\d, .*B/s\]\n", log.getvalue())
-    assert "\r" not in log.getvalue() and "\n\n" not in log.getvalue()
-    bars(True)("Bases", 1)(1)
-    assert log.getvalue().count("\n") == 4
-
-
-@pytest.mark.parametrize("error", [UserError("no such thing"), KeyboardInterrupt()], ids=repr)
-def test_a_message_never_stands_on_the_line_of_a_bar(error, monkeypatch):
-    """What has come since the last line is a bar that was wiped, or nothing."""
-    shown: list[str] = []
-    # Bars of commands that other tests interrupted would move this one down
-    monkeypatch.setattr(tqdm.tqdm, "_instances", WeakSet(), raising=False)
-
-    @click.command()
-    @careful({})
-    def command() -> None:
-        update = bars(False)("Gram matrix", 100)
-        update(10)
-        logging.getLogger("tvb_mergekit").warning("take care")
-        shown.append(terminal.getvalue())
-        raise error
-
-    terminal = Terminal()
-    with CliRunner().isolation():
-        monkeypatch.setattr(sys, "stderr", terminal)
-        handler = logging.StreamHandler(terminal)
-        monkeypatch.setattr(logging.root, "handlers", [handler])
-        with pytest.raises(SystemExit):
-            command.main([])
-    before, _, after = shown[0].partition("take care\n")
-    assert before.rpartition("\r")[2] == "" and "Gram matrix" in before
-    assert after.startswith("\rGram matrix")  # drawn again, below
-    closed, _, said = terminal.getvalue().removesuffix("\n").rpartition("\n")
-    assert "Gram matrix" in closed.rpartition("\r")[2]
-    assert said in ("Error: no such thing", "Interrupted.")

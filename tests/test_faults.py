@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 from mergekit.common import ModelReference
-from processes import FULL, INTERRUPT, Fault, little_disk, on_call, on_change, run, unprivileged
+from processes import INTERRUPT, Fault, little_disk, on_call, on_change, run, unprivileged
 from safetensors.torch import load_file, save_file
 from tiny import as_bin, gpt2, llama
 
@@ -418,12 +418,6 @@ OF_OUTPUT = {
     ),
     "block budget": Case(
         env={"TVB_MERGEKIT_BLOCK_MB": "lots"}, wants=("TVB_MERGEKIT_BLOCK_MB", "`lots`")
-    ),
-    "cache full": Case(
-        ok=True,
-        leaves="cache",
-        env={"TVB_MERGEKIT_CACHE": "cache"},
-        fault=partial(on_change, "cache", FULL, 1),
     ),
     "stale": Case(
         setup=lambda f: (f / "out.partial-x").mkdir(), wants=("out.partial-x", "delete"), ok=True

@@ -69,7 +69,7 @@ def inspected(
         "num_bases": encoding.num_bases, "num_parameters": len(vectors), "dtype": "bfloat16",
         **{key: None if kind == "grown" else getattr(encoding, key) for key in measures},
         "norms": {"base": 100.0, **dict(zip(names, norms, strict=True))},
-        "left_out": {"lm_head.weight": "excluded"}, "fingerprints": {}, "gram_cached": False,
+        "left_out": {"lm_head.weight": "excluded"}, "fingerprints": {},
         "seconds": {},
     }  # fmt: skip
     tensors = {

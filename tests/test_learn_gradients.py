@@ -41,7 +41,7 @@ from tvb_mergekit.learn.localize import Mask, largest
 from tvb_mergekit.learn.models import TaskModels, load_model
 from tvb_mergekit.tensors.stream import held_item
 
-OFFLINE = {"HF_HUB_OFFLINE": "1", "TVB_MERGEKIT_CACHE": "off", "OMP_NUM_THREADS": "1"}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")

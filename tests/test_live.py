@@ -30,7 +30,6 @@ from tvb_mergekit.store import live as live_
 from tvb_mergekit.store.attaching import attach
 from tvb_mergekit.store.store import Bases
 
-pytestmark = pytest.mark.usefixtures("own_cache")
 WEIGHTS = {0: {"weight": 0.6}}  # which exports take out again
 NORM = "model.norm.weight"
 

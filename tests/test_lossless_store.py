@@ -24,7 +24,6 @@ from tvb_mergekit.store.facts import checksum, record_of
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 
-pytestmark = pytest.mark.usefixtures("own_cache")
 EMBEDDINGS = "embed_tokens|lm_head"
 ONE_LAYER = partial(llama, num_hidden_layers=1)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import processes
 import pytest
 import torch
@@ -24,7 +23,7 @@ from yaml.reader import Reader
 import tvb_mergekit
 from tvb_mergekit.plugin.document import read_document
 from tvb_mergekit.plugin.inputs import Options, read_inputs
-from tvb_mergekit.tensors import checkpoint, merging
+from tvb_mergekit.tensors import checkpoint
 
 BALANCED = {"basis": "balanced", "num_bases": 2}
 
@@ -140,48 +139,6 @@ def inputs(tmp_path: Path) -> tuple[Path, list[Path]]:
     return family(tmp_path / "models", partial(llama, vocab_size=512), THREE, tokenizer=False)
 
 
-# The Gram cache
-
-
-AGAIN = [
-    ("basis_ta", {**PCA, "lambda": 0.9}, {0: {"weight": -2.0, "task": "sums"}}),
-    ("basis_ties", {"basis": "balanced", "trim": "tensor"}, {}),
-]
-
-
-@pytest.mark.parametrize(("method", "keys", "own"), AGAIN)
-def test_another_merge_of_the_same_inputs_reads_no_gram(method, keys, own, inputs, tmp_path):
-    cache = tmp_path / "cache"
-    first = merge(recipe("basis_ta", *inputs, **PCA), tmp_path / "first", cache=cache)
-    assert first.facts["gram_cached"] is False
-    with mock.patch.object(merging, "gram_pass", None):
-        again = merge(recipe(method, *inputs, own, **keys), tmp_path / "again", cache=cache)
-    assert again.facts["gram_cached"] is True
-    fresh = merge(recipe(method, *inputs, own, **keys), tmp_path / "fresh", cache="off")
-    assert fresh.facts["gram_cached"] is False
-    assert_same(again, fresh)
-    for name, array in fresh.basis.items():
-        np.testing.assert_array_equal(again.basis[name], array)
-    same = ("loss", "num_parameters", "norms", "fingerprints", "parameters")
-    assert all(again.facts[key] == fresh.facts[key] for key in same)
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [{**PCA, "exclude": "mlp"}, {**PCA, "order": -1}],
-)
-def test_what_changes_the_sums_changes_the_entry(keys, inputs, tmp_path):
-    cache, more = tmp_path / "cache", {"forget": "code", "alpha": 1}
-    base, models = inputs
-    merge(recipe("basis_negate", base, models, **PCA, **more), tmp_path / "first", cache=cache)
-    models, keys = models[:: keys.get("order", 1)], {**keys, **more}
-    keys.pop("order", None)
-    other = recipe("basis_negate", base, models, **keys)
-    second = merge(other, tmp_path / "second", cache=cache)
-    assert second.facts["gram_cached"] is False
-    assert_same(second, merge(other, tmp_path / "off", cache="off"))
-
-
 def change_unsampled(folder: Path) -> None:
     """New values where no fingerprint samples; same path, size and modification time."""
     path = folder / "model.safetensors"
@@ -191,18 +148,6 @@ def change_unsampled(folder: Path) -> None:
     save_file(state, path, metadata={"format": "pt"})
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert path.stat().st_size == before.st_size
-
-
-def test_a_damaged_entry_counts_as_absent(inputs: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    made = recipe("basis_ta", *inputs, **PCA)
-    first = merge(made, tmp_path / "first", cache=cache)
-    (entry,) = cache.glob("*.safetensors")
-    entry.write_bytes(entry.read_bytes()[:-16])
-    second = merge(made, tmp_path / "second", cache=cache)
-    assert second.facts["gram_cached"] is False
-    assert_same(first, second)
-    assert merge(made, tmp_path / "third", cache=cache).facts["gram_cached"] is True
 
 
 def test_mergekit_multi_merges_what_it_has_merged(inputs, tmp_path):

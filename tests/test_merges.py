@@ -404,7 +404,7 @@ def several_chunks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Resul
         return recipe("basis_ties", base, models, **BALANCED, merge_func="mean")
 
     made = cache(document)
-    return made, merge(made("5GB"), folder / "out", cache="off")
+    return made, merge(made("5GB"), folder / "out")
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -417,7 +417,7 @@ def test_the_same_bits(name: str, several_chunks: tuple[Any, Result], tmp_path: 
             tvb("merge", write(document(way.shards), out), out, "--quiet", *way.args)
         else:
             env = {"TVB_MERGEKIT_BLOCK_MB": way.block}
-            merge(document(way.shards), out, *way.args, cache="off", env=env)
+            merge(document(way.shards), out, *way.args, env=env)
     finally:
         torch.set_num_threads(before)
     found = Result(out)

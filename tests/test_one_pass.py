@@ -28,28 +28,28 @@ HALF = {"basis": "balanced", "num_bases": 2}
 FORGET = {"forget": "code", "alpha": 0.5, "lambda": 0.3}
 DRAWN = {"basis": "rand_select", "num_bases": 3}
 VARYING = [{"filter": "mlp", "value": [0.2, 0.6]}, {"value": 0.4}]
-# method, keys -> complete reads of each model, without and with G in the cache
-READS: list[tuple[str, dict[str, Any], int, int]] = [
-    ("basis_ta", HALF, 1, 1),
-    ("basis_ta", {**HALF, "num_bases": 3, "lambda_scale": "tasks", "lambda": VARYING}, 1, 1),
-    ("basis_ta", {"basis": "none"}, 1, 1),
-    ("basis_ta", {"basis": "groups", "num_bases": 2}, 1, 1),
-    ("basis_wudi", {"basis": "groups", "num_bases": 2}, 2, 1),
-    ("basis_ta", DRAWN, 1, 1),
-    ("basis_ta", {"basis": "balanced", "energy": 0.8}, 2, 1),
-    ("basis_ta", {"basis": "pca", "num_bases": 2}, 2, 1),
-    ("basis_iso", HALF, 1, 1),
-    ("basis_iso", {**HALF, "common": 0.6}, 2, 1),
-    ("basis_tsvm", {"basis": "none"}, 1, 1),
-    ("basis_wudi", DRAWN, 1, 1),
-    ("basis_negate", {"basis": "none", **FORGET}, 1, 1),
-    ("basis_negate", {**DRAWN, **FORGET}, 2, 1),
-    ("basis_negate", {**HALF, **FORGET}, 2, 1),
-    ("basis_ties", {"basis": "none"}, 2, 2),
-    ("basis_ties", {**DRAWN, "merge_func": "mean"}, 2, 2),
-    ("basis_ties", HALF, 3, 2),
-    ("basis_ties", {**DRAWN, "trim": "tensor"}, 3, 3),
-    ("basis_ties", {**HALF, "trim": "tensor"}, 4, 3),
+# method, keys -> complete reads of each model
+READS: list[tuple[str, dict[str, Any], int]] = [
+    ("basis_ta", HALF, 1),
+    ("basis_ta", {**HALF, "num_bases": 3, "lambda_scale": "tasks", "lambda": VARYING}, 1),
+    ("basis_ta", {"basis": "none"}, 1),
+    ("basis_ta", {"basis": "groups", "num_bases": 2}, 1),
+    ("basis_wudi", {"basis": "groups", "num_bases": 2}, 2),
+    ("basis_ta", DRAWN, 1),
+    ("basis_ta", {"basis": "balanced", "energy": 0.8}, 2),
+    ("basis_ta", {"basis": "pca", "num_bases": 2}, 2),
+    ("basis_iso", HALF, 1),
+    ("basis_iso", {**HALF, "common": 0.6}, 2),
+    ("basis_tsvm", {"basis": "none"}, 1),
+    ("basis_wudi", DRAWN, 1),
+    ("basis_negate", {"basis": "none", **FORGET}, 1),
+    ("basis_negate", {**DRAWN, **FORGET}, 2),
+    ("basis_negate", {**HALF, **FORGET}, 2),
+    ("basis_ties", {"basis": "none"}, 2),
+    ("basis_ties", {**DRAWN, "merge_func": "mean"}, 2),
+    ("basis_ties", HALF, 3),
+    ("basis_ties", {**DRAWN, "trim": "tensor"}, 3),
+    ("basis_ties", {**HALF, "trim": "tensor"}, 4),
 ]
 OWN = {1: {"weight": 0.3}, 2: {"weight": -1.7}}
 KINDS = {
@@ -113,21 +113,14 @@ def two_passes() -> Any:
 def test_reads_and_bits(
     case: int, kind: str, inputs: dict[str, Inputs], read: Counter[str], tmp_path: Path
 ) -> None:
-    method, keys, times, cached = READS[case]
+    method, keys, times = READS[case]
     base, models, sizes, gram = inputs[kind]
     document = recipe(method, base, models, OWN, dtype="bfloat16", **keys)
-    cache = tmp_path / "cache"
-    found = merge(document, tmp_path / "out", cache=cache)
+    found = merge(document, tmp_path / "out")
     assert {m: read[m] / size for m, size in sizes.items()} == dict.fromkeys(sizes, times)
     assert f"that of reading {times} x" in tvb("check", write(document, tmp_path / "out")).output
-    read.clear()
-    again = merge(document, tmp_path / "again", cache=cache)
-    assert {m: read[m] / size for m, size in sizes.items()} == dict.fromkeys(sizes, cached)
-    assert again.facts["gram_cached"] and not found.facts["gram_cached"]
-    same_result(found, again)
-    if times == cached:  # the Gram matrix is summed on the way
-        with two_passes():
-            same_result(found, merge(document, tmp_path / "plain", cache="off"))
+    with two_passes():
+        same_result(found, merge(document, tmp_path / "plain"))
     assert np.abs(found.basis["gram"] - gram).max() <= 1e-6 * np.trace(gram)
 
 
@@ -137,7 +130,7 @@ def same_result(one: Result, other: Result) -> None:
     for name, array in other.basis.items():
         np.testing.assert_array_equal(one.basis[name], array)
     facts, others = one.facts, other.facts
-    for key in ("seconds", "gram_cached", "checksum"):
+    for key in ("seconds", "checksum"):
         del facts[key], others[key]
     assert facts == others
 
@@ -170,8 +163,7 @@ def test_a_fault_leaves_nothing(method, keys, value, inputs, tmp_path):
         state[WEIGHT].view(-1)[3] = value
     save_file(state, code / "model.safetensors", metadata={"format": "pt"})
     document = recipe(method, base, [models[0], code, *models[2:]], **keys)
-    cache = tmp_path.with_name(f"{tmp_path.name}-cache")
-    done = merge(document, tmp_path / "out", "--out-shard-size", "300K", cache=cache, fails=True)
+    done = merge(document, tmp_path / "out", "--out-shard-size", "300K", fails=True)
     said = refused("merge", write(document, tmp_path / "out"), tmp_path / "out", "--quiet")
     assert SAID[value] in done.output and SAID[value] in said
     assert {path.name for path in tmp_path.iterdir()} == {"code", "out.yml"}
@@ -180,10 +172,10 @@ def test_a_fault_leaves_nothing(method, keys, value, inputs, tmp_path):
 def test_sums_of_very_many_tasks_have_a_pass(inputs: dict[str, Inputs], tmp_path: Path) -> None:
     """Where next to a matrix, or a table, too little memory is left for them."""
     document = recipe("basis_iso", *inputs["16 bits"][:2], **HALF)
-    plain = merge(document, tmp_path / "plain", cache="off")
+    plain = merge(document, tmp_path / "plain")
     with (
         mock.patch.object(merging, "LEAST", 1000),
         mock.patch.object(merging, "gram_pass", mock.Mock(wraps=passes.gram_pass)) as summed,
     ):
-        assert_same(merge(document, tmp_path / "out", cache="off"), plain)
+        assert_same(merge(document, tmp_path / "out"), plain)
     assert summed.call_count == 1

@@ -554,7 +554,7 @@ def test_recipe_and_basis_of_a_merge() -> None:
         "models": ["./x", "./y"], "base_model": "./base", "num_bases": 1, "num_parameters": 9,
         "dtype": "float32", "loss": None, "spectral_bound": None, "balanced_bound": None,
         "relative_gap": None, "retained_energy": 0.653, "norms": {}, "left_out": {},
-        "fingerprints": {}, "gram_cached": False, "seconds": {},
+        "fingerprints": {}, "seconds": {},
     }  # fmt: skip
     Path("facts").mkdir()
     write_facts(Path("facts"), Facts.model_validate(facts))

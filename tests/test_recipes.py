@@ -79,7 +79,7 @@ def run(*words: object, cwd: Path = ROOT, stdin: str = "") -> None:
 
 def merge(recipe: Path, out: Path, *words: str) -> None:
     main = importlib.import_module("mergekit.scripts.run_yaml").main
-    with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1", TVB_MERGEKIT_CACHE="off"):
+    with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):
         done = CliRunner().invoke(main, [str(recipe), str(out), "--quiet", *words])
     assert done.exit_code == 0, done.output
 

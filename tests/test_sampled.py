@@ -29,7 +29,6 @@ from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.lossless import BLOCK, Draw
 from tvb_mergekit.tensors.source import StateDict
 
-pytestmark = pytest.mark.usefixtures("own_cache")
 SHARE = 0.25
 
 

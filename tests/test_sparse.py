@@ -42,7 +42,6 @@ from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.writing import MemorySink, content_hash
 from tvb_mergekit.tune.merges import read_tuned
 
-pytestmark = pytest.mark.usefixtures("own_cache")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TASKS = ("math", "code", "chat")
 Array = NDArray[np.float64]

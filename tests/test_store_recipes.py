@@ -23,8 +23,6 @@ from tvb_mergekit.refusals import MergeRefused
 from tvb_mergekit.store.build import build_store
 from tvb_mergekit.store.recipes import ALL_TASKS
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
 
 def stored(made: Models, out: Path, own: Any = None, **keys: Any) -> Path:
     build_store(read(made.base, made.listed, own, **keys), out)
@@ -129,21 +127,6 @@ def test_vectors_without_a_tokenizer_have_the_base_s(words: Sequence[str], tmp_p
     assert "`force` makes rows" in merged("forced", True, source="base", tokens=tokens).output
 
 
-def test_a_gram_matrix_is_not_reused_for_another_order_of_tokens(
-    world: World, tmp_path: Path
-) -> None:
-    """The files of the models are the same with and without `tokenizer_source`."""
-    made = world("other order")
-    keys = {"extra": {"tokenizer_source": "base"}, **KINDS["pca"]}
-    document = recipe("basis_ta", made.base, made.listed, **keys)
-    plain = build_store(read(made.base, made.listed, **KINDS["pca"]), tmp_path / "plain")
-    folder = tmp_path / "store"
-    bases = build_store(read_inputs(from_mapping(document), Options()), folder)
-    assert not torch.allclose(bases.tensors["gram"], plain.tensors["gram"])
-    want, found = merge(document, tmp_path / "models"), tmp_path / "merged"
-    assert_alike(over(folder, made.base, "basis_ta", found), want, made.states[0])
-
-
 def test_models_with_code_of_their_own(tmp_path: Path) -> None:
     found = hub(llama, tmp_path / "in")
     code = "from transformers import LlamaConfig\nclass Mine(LlamaConfig):\n    model_type = 'm'\n"
@@ -229,10 +212,8 @@ def standing(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base that was moved, a model of it, and stores."""
     place = tmp_path_factory.mktemp("standing")
     found = world("llama")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TVB_MERGEKIT_CACHE", str(place / "cache"))
-        for name, kind in {"one": "pca", "other": "balanced"}.items():
-            stored(found, place / name, **KINDS[kind])
+    for name, kind in {"one": "pca", "other": "balanced"}.items():
+        stored(found, place / name, **KINDS[kind])
     copied = {"base": found.base, "math": found.listed[0], "copy": place / "one"}
     for name, folder in copied.items():
         shutil.copytree(folder, place / name)

@@ -162,7 +162,7 @@ def uses(readers: Iterable[str]) -> dict[str, str]:
     """The results of readers of the store `copy`: contents, or `refused` with one line."""
     results = {}
     for name in readers:
-        with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1", TVB_MERGEKIT_CACHE="off"):
+        with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):
             done = CliRunner().invoke(main, [*READERS[name].split(), "--quiet"])
         if done.exit_code:
             assert isinstance(done.exception, SystemExit), done.exception

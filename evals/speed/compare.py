@@ -35,7 +35,6 @@ class Merge:
     method: str
     parameters: dict[str, Any]
     per_model: dict[str, Any]
-    cached: bool = False  # whether the Gram matrix comes from the cache
     engine: bool = False  # by `tvb merge` instead of `mergekit-yaml`
 
     @property
@@ -55,9 +54,9 @@ class Merge:
         return yaml.safe_dump(document, sort_keys=False)
 
 
-def ours(method: str, cached: bool = False, engine: bool = False, **more: Any) -> Merge:
+def ours(method: str, engine: bool = False, **more: Any) -> Merge:
     balanced = {"basis": "balanced", "basis_ratio": 0.5, "lambda": 0.4}
-    return Merge(method, {**balanced, **more}, {}, cached, engine)
+    return Merge(method, {**balanced, **more}, {}, engine)
 
 
 ADD = {"lambda_scale": "tasks"}  # then a balanced basis gives task arithmetic's own result
@@ -65,9 +64,7 @@ TASK_ARITHMETIC = Merge("task_arithmetic", {"lambda": 0.4, "normalize": False}, 
 TIES = Merge("ties", {"lambda": 0.4, "normalize": False}, {"weight": 1.0, "density": 0.2})
 PAIRS = {
     "addition": (ours("basis_ta", **ADD), TASK_ARITHMETIC),
-    "cached": (ours("basis_ta", cached=True, **ADD), TASK_ARITHMETIC),
     "tvb": (ours("basis_ta", engine=True, **ADD), TASK_ARITHMETIC),
-    "tvb-cached": (ours("basis_ta", cached=True, engine=True, **ADD), TASK_ARITHMETIC),
     "ties": (ours("basis_ties", density=0.2, trim="model"), TIES),
 }
 
@@ -115,14 +112,13 @@ class Bench:
         self.run_folder = run
         self.rows: list[Row] = []
         self.start_up = dict.fromkeys(self.about_to_start, 0.0)  # of this round
-        self.env = measure.environment(TVB_MERGEKIT_CACHE="off")
+        self.env = measure.environment()
         if threads:
             self.env["OMP_NUM_THREADS"] = str(threads)
 
-    def environment(self, ours: bool, cached: bool = False) -> dict[str, str]:
-        if not ours:  # mergekit without this package, its imports included
-            return {**self.env, "TVB_MERGEKIT_DISABLE": "1"}
-        return self.env | {"TVB_MERGEKIT_CACHE": str(self.run_folder / "gram") if cached else "off"}
+    def environment(self, ours: bool) -> dict[str, str]:
+        # mergekit without this package, its imports included
+        return self.env if ours else {**self.env, "TVB_MERGEKIT_DISABLE": "1"}
 
     def measured(self, command: Sequence[str], env: dict[str, str], state: str | None) -> Row:
         """Run one command with its inputs in the page cache, out of it, or (None) as they are."""
@@ -148,7 +144,7 @@ class Bench:
         recipe.write_text(merge.recipe(self.base, self.tasks))
         command = [script("tvb"), "merge"] if merge.engine else [script("mergekit-yaml")]
         command += [str(recipe), str(out), "--no-copy-tokenizer"]
-        env = self.environment(merge.ours, merge.cached)
+        env = self.environment(merge.ours)
         try:
             row = {**about, "what": "merge", "method": merge.method, "ours": merge.ours}
             row |= self.measured(command, env, state)
@@ -156,7 +152,7 @@ class Bench:
             row["output_mb"] = size_of(out.glob("*.safetensors"))
             if merge.ours:
                 facts = json.loads((out / "basis" / "basis.json").read_text())
-                row |= {"phases": facts["seconds"], "gram_cached": facts["gram_cached"]}
+                row["phases"] = facts["seconds"]
         finally:
             shutil.rmtree(out, ignore_errors=True)
         return row
@@ -164,8 +160,6 @@ class Bench:
     def pair(self, about: Row, name: str, state: str) -> None:
         pair = [self.merge({**about, "pair": name}, merge, state) for merge in PAIRS[name]]
         a, b = pair
-        if a["gram_cached"] != PAIRS[name][0].cached:
-            raise click.ClickException(f"{name}: the Gram cache was not as the benchmark wants it")
         if abs(a["output_mb"] - b["output_mb"]) > 0.01 * b["output_mb"] + 0.1:
             raise click.ClickException(f"{name}: the two commands wrote models of different sizes")
         self.rows += pair
@@ -262,9 +256,6 @@ def main(only: tuple[str, ...], cache: str, work: Path, keep: bool, **settings: 
     names = only or tuple(PAIRS)
 
     def each(bench: Bench, about: Row) -> None:
-        if len(bench.rows) <= len(bench.about_to_start) and any(PAIRS[n][0].cached for n in names):
-            tell("filling the Gram cache")
-            bench.merge({}, PAIRS["cached"][0], None)
         for state in ["warm", "cold"] if cache == "both" else [cache]:
             for name in names:
                 bench.pair(about, name, state)

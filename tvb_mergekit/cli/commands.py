@@ -10,17 +10,15 @@ import io
 import logging
 import os
 import sys
-import time
 
 import click
 
 from tvb_mergekit import __version__
 from tvb_mergekit.cli.learn import learn
 from tvb_mergekit.cli.merging import check, export, merge
-from tvb_mergekit.cli.options import Commands, command
+from tvb_mergekit.cli.options import Commands
 from tvb_mergekit.cli.score import score, tune
 from tvb_mergekit.cli.stores import add, build, inspect, push, remove, undo
-from tvb_mergekit.errors import listed
 
 
 @click.group(cls=Commands, context_settings={"show_default": True})
@@ -52,52 +50,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
 
 
-@click.group(cls=Commands)
-def cache() -> None:
-    """The Gram matrices kept between merges.
-
-    \b
-    Example: tvb cache list
-
-    They live in $TVB_MERGEKIT_CACHE, by default in ~/.cache/tvb-mergekit/gram, a few kB each.
-    TVB_MERGEKIT_CACHE=off keeps none.
-    """
-
-
-@command(group=cache, name="list")
-def list_entries() -> None:
-    """Show the stored Gram matrices, newest first.
-
-    \b
-    Example: tvb cache list
-    """
-    from tvb_mergekit.tensors import cache
-
-    folder = cache.cache_folder()
-    if folder is None:
-        click.echo(f"The cache is off ({cache.VARIABLE}, or no home folder).")
-        return
-    found = cache.entries()
-    for entry in found:
-        written = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.modified))
-        size = f"{entry.nbytes:,} bytes  {entry.num_parameters:,} parameters"
-        click.echo(f"{written}  {entry.path.name[:12]}  {size}  {listed(entry.tasks)}")
-    click.echo(f"{len(found)} Gram matrices in {folder}")
-
-
-@command(group=cache, name="clear")
-def clear_entries() -> None:
-    """Delete all stored Gram matrices.
-
-    \b
-    Example: tvb cache clear
-    """
-    from tvb_mergekit.tensors import cache
-
-    click.echo(f"Deleted {cache.clear()} Gram matrices.")
-
-
 for each in (
-    build, inspect, add, undo, remove, export, push, merge, check, score, learn, tune, cache
+    build, inspect, add, undo, remove, export, push, merge, check, score, learn, tune
 ):  # fmt: skip
     main.add_command(each)

@@ -152,7 +152,6 @@ class Basis(Combination):
     sums: GramSums
     encoding: Encoding
     weights: Sequence[float]
-    cached: bool = False
 
     @property
     def weighted_encoder(self) -> Tensor:

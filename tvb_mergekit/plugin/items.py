@@ -39,7 +39,7 @@ class MergedTensors:
         untied: The base ties its output embedding, a model does not.
         tunables: `lambda`, `alpha`, `density` -> all values of it.
         fresh: Makes the item of a tensor that is loaded whole again, for one pass.
-        changed: A tensor that counts and that a tokenizer changes -> a checksum of the change.
+        changed: The tensors that count and that a tokenizer changes.
     """
 
     recipe: Recipe
@@ -52,7 +52,7 @@ class MergedTensors:
     same_as: dict[str, str] = field(default_factory=dict)
     untied: bool = False
     tunables: dict[str, set[float]] = field(default_factory=dict)
-    changed: dict[str, str] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
     fresh: dict[str, Callable[[], Item]] = field(default_factory=dict)
     _first: dict[tuple[str | None, ...], Item] = field(default_factory=dict)
 
@@ -124,7 +124,7 @@ class MergedTensors:
             counted, tunables = self._count_once(given, item), self._tunables(given)
             item = replace(item, counted_as=counted, tunables=tunables)
             if counted == name and isinstance(whole, Changed):
-                self.changed[name] = whole.identity()
+                self.changed.add(name)
         if fresh is not None:
             self.fresh[name] = lambda: _refreshed(item, *fresh())
         return item

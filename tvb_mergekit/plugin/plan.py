@@ -99,7 +99,7 @@ class Plan:
         counted = [item for item in self.items() if item.counted_as == item.name]
         facts = (tensors.left_out, tensors.same_as, tensors.out_dtype)
         tasks = recipe.task_set(counted, self.base, sources, *facts)
-        tasks.folder, tasks.changed = self.base.folder, list(tensors.changed.values())
+        tasks.folder = self.base.folder
         if bases is not None and not tensors.changed:
             # The store knows G where the same tensors count.
             held = {part.name for item in counted for part in item.inputs[:1]}

@@ -7,7 +7,6 @@ lives as long as the process, and would show old weights of a rewritten file. me
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -123,17 +122,6 @@ class Changed:
     checkpoints: Mapping[ModelReference, Checkpoint]
     tokenizer: Any
     options: MergeOptions
-
-    def identity(self) -> str:
-        """A checksum of the change, which the checkpoints do not show."""
-        if not isinstance(self.inputs, PermutedVocabulary):
-            return f"{self.name}: truncated"
-        info = self.tokenizer
-        digest = hashlib.sha256(repr(sorted(info.tokenizer.get_vocab().items())).encode())
-        for model in self.checkpoints:
-            digest.update(repr(sorted(info.permutations[model].items())).encode())
-        tokens = sorted((self.inputs.tokens or {}).items())
-        return f"{self.name}: {digest.hexdigest()} {tokens!r} {self.inputs.pad_to_multiple_of}"
 
     def load(self, base_alone: bool) -> Sequence[Tensor]:
         """The changed tensors, as `Made.load` gives them."""

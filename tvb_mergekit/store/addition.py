@@ -185,7 +185,6 @@ def grown_history(bases: Bases, inputs: TaskSet, sums: GramSums, started: float)
         "norms": {"base": base_norm, **facts.norms, task: norm},
         "matrix_norms": {"base": base_size, **facts.matrix_norms, task: sizes[-1]},
         "fingerprints": {**facts.fingerprints, **inputs.fingerprints},
-        "gram_cached": False,
         "seconds": {"add": round(time.perf_counter() - started, 3)},
         "store": {
             **facts.store,
@@ -297,7 +296,6 @@ def remove_task(path: str | os.PathLike[str], task: str) -> Bases:
             "norms": others(facts.norms),
             "matrix_norms": others(facts.matrix_norms),
             "fingerprints": {n: of for n, of in facts.fingerprints.items() if n in known},
-            "gram_cached": False,
             "seconds": {"remove": round(time.perf_counter() - started, 3)},
             "store": store,
         }

@@ -312,7 +312,7 @@ class _Unfinished:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
             write_file(self.folder / STATE, json.dumps(self.state).encode())
-        cache.write_sums(self.folder / SUMS, sums, self.inputs.tasks, self.inputs.models)
+        cache.write_sums(self.folder / SUMS, sums)
 
     def forget(self) -> None:
         """Delete the state of the build, which `resume` needs until the store is published."""

@@ -124,7 +124,6 @@ class Facts(Record):
     matrix_norms: dict[str, Finite] = {}
     left_out: dict[str, str]
     fingerprints: dict[str, str]
-    gram_cached: bool
     bits: Finite | None = None
     bytes: Count | None = None
     density: Finite | None = None

@@ -82,7 +82,6 @@ def facts(tasks: TaskSet, basis: Basis, tunables: Mapping[str, set[float]]) -> F
         matrix_norms=dict(zip(("base", *basis.tasks), basis.sums.sizes, strict=True)),
         left_out=dict(tasks.left_out),
         fingerprints=tasks.fingerprints,
-        gram_cached=basis.cached,
         seconds={phase: round(seconds, 3) for phase, seconds in basis.seconds.items()},
     )
 
@@ -107,7 +106,6 @@ def facts_over_store(
         parameters=parameters,
         dtype=dtype,
         left_out=dict(left_out),
-        gram_cached=False,
         seconds={phase: round(seconds, 3) for phase, seconds in basis.seconds.items()},
     )
 
@@ -208,8 +206,7 @@ def print_summary(facts: Facts, tensors: Mapping[str, Tensor], out: str) -> None
     if facts.left_out:
         told.append(f"{counted(len(facts.left_out), 'tensor')} left out: see {FOLDER}/{FACTS}")
     seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in facts.seconds.items())
-    told.append(seconds + " (Gram matrix from the cache)" * facts.gram_cached)
-    show([*told, f"Written to {out}"], Console(soft_wrap=True, highlight=False))
+    show([*told, seconds, f"Written to {out}"], Console(soft_wrap=True, highlight=False))
 
 
 def cosines(products: NDArray[np.float64], noise: float = 0.0) -> Tensor:

@@ -20,7 +20,7 @@ from tvb_mergekit.core.trim import Histogram, exact_thresholds, table_bytes
 from tvb_mergekit.errors import UserError, listed, megabytes
 from tvb_mergekit.progress import silent
 from tvb_mergekit.settings import MATRIX_METHODS, Settings
-from tvb_mergekit.tensors import cache, ranks
+from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.matrices import count_matrices, merge_matrices
 from tvb_mergekit.tensors.passes import (
@@ -46,7 +46,7 @@ def build_basis(tasks: TaskSet, engine: Engine = Engine()) -> Basis:
     Raises:
         UserError: no tensor counts, NaN or infinity, a zero task vector.
     """
-    started, sums = time.perf_counter(), known_sums(tasks)
+    started, sums = time.perf_counter(), tasks.sums
     found = _on_the_way(tasks, engine) if sums is None else None
     if found is not None and found[0].counts:
         before, summing = found
@@ -54,8 +54,7 @@ def build_basis(tasks: TaskSet, engine: Engine = Engine()) -> Basis:
         basis = basis_of(tasks, summing)
         basis.histogram, basis.seconds["trim"] = before.histogram, before.seconds["trim"]
         return basis
-    basis = _encoded(tasks, _read_sums(tasks, engine) if sums is None else sums)
-    basis.cached = sums is not None
+    basis = _encoded(tasks, sums_of(tasks, engine))
     basis.seconds["gram"] = time.perf_counter() - started - basis.seconds["encode"]
     count_if_needed(basis, tasks.items, engine)
     return basis
@@ -67,7 +66,7 @@ def basis_of(tasks: TaskSet, summing: RunningSums) -> Basis:
     Raises:
         UserError: a zero task vector.
     """
-    return _encoded(tasks, _kept(tasks, summing.total()))
+    return _encoded(tasks, summing.total())
 
 
 def _encoded(tasks: TaskSet, sums: GramSums) -> Basis:
@@ -92,7 +91,7 @@ def one_pass(tasks: TaskSet, engine: Engine) -> tuple[Basis, RunningSums] | None
         UserError: no tensor counts.
     """
     found = _on_the_way(tasks, engine)
-    if found is None or found[0].counts or known_sums(tasks) is not None:
+    if found is None or found[0].counts or tasks.sums is not None:
         return None
     return found
 
@@ -113,33 +112,7 @@ def _on_the_way(tasks: TaskSet, engine: Engine) -> tuple[Basis, RunningSums] | N
 
 def sums_of(tasks: TaskSet, engine: Engine) -> GramSums:
     """The unweighted Gram matrix of a task set, from a pass over the models if needed."""
-    known = known_sums(tasks)
-    return _read_sums(tasks, engine) if known is None else known
-
-
-def known_sums(tasks: TaskSet) -> GramSums | None:
-    """The sums of a task set if no pass is needed for them."""
-    if tasks.sums is not None:
-        return tasks.sums
-    entry = _entry(tasks)
-    return None if entry is None else ranks.world().share(lambda: cache.load(entry))
-
-
-def _read_sums(tasks: TaskSet, engine: Engine) -> GramSums:
-    return _kept(tasks, gram_pass(tasks.items, tasks.tasks, engine))
-
-
-def _kept(tasks: TaskSet, sums: GramSums) -> GramSums:
-    """The sums, which the cache gets as well."""
-    entry = _entry(tasks)
-    if entry is not None and ranks.world().leads:
-        cache.store(entry, sums, tasks.tasks, tasks.models)
-    return sums
-
-
-def _entry(tasks: TaskSet) -> str | None:
-    """The name of the sums in the cache; None does not cache."""
-    return None if tasks.key is None else cache.key_of(tasks.key)
+    return gram_pass(tasks.items, tasks.tasks, engine) if tasks.sums is None else tasks.sums
 
 
 def count_if_needed(

@@ -46,7 +46,6 @@ class TaskSet:
         varying: `lambda`, `alpha` and `density` as the recipe has them.
         dtype: The recipe's output dtype.
         built: Scales that the task vectors of a store have already, [T].
-        changed: A checksum of each change by a tokenizer. The files do not show these changes.
     """
 
     settings: Settings
@@ -67,7 +66,6 @@ class TaskSet:
     varying: Mapping[str, Any] = field(default_factory=dict)
     dtype: str | None = None
     built: Sequence[float] = ()
-    changed: Sequence[str] = ()
 
     @property
     def names(self) -> list[str]:
@@ -122,20 +120,13 @@ class TaskSet:
 
     @property
     def identity(self) -> dict[str, object]:
-        """Everything that the Gram matrix depends on."""
+        """What `--resume` of a build compares."""
         names = [[part.name for part in item.parts] for item in self.items]
         return {
             "fingerprints": self.prints,
             "stamps": [weights.stamp() for weights in (self.base, *self.sources)],
             "items": [[i.name, list(i.shape), n] for i, n in zip(self.items, names, strict=True)],
-            "changed": list(self.changed),
         }
-
-    @functools.cached_property
-    def key(self) -> dict[str, object] | None:
-        """`identity`, for the cache; None with a state dict, which may change unseen."""
-        stamped = all(weights.stamp() for weights in (self.base, *self.sources))
-        return self.identity if stamped else None
 
 
 def why_left_out(
