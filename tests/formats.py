@@ -37,19 +37,6 @@ def opened(file: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any], bytes
     return said, header, text[8 + length :]
 
 
-def codes(folder: Path) -> dict[str, NDArray[np.float64]]:
-    """The tensors of a vector of codes."""
-    made, decode = {}, program("decode")
-    for file in folder.glob("*.safetensors"):
-        said, header, data = opened(file, "tvb_codes")
-        for name, (bits, shape) in said["tensors"].items():
-            assert header[name]["dtype"] == "U8"
-            start, stop = header[name]["data_offsets"]
-            blocks = np.frombuffer(data[start:stop], np.uint8)
-            made[name] = decode(blocks, bits, shape, said["unit"])
-    return made
-
-
 def lossless(file: Path, base: dict[str, Tensor], size: int) -> dict[str, bytes]:
     """The bytes of the tensors in a lossless file, in blocks of `size` elements."""
     made, theta = {}, program("theta")

@@ -313,7 +313,7 @@ def test_two_devices_share_a_merge(folder: Path, device: Device) -> None:
     assert all(torch.equal(there[name], here[name]) for name in SHAPES)
 
 
-@pytest.fixture(params=[{}, {"bits": 3}, {"lossless": True}, {"keep": 0.25}], ids=str)
+@pytest.fixture(params=[{}, {"lossless": True}, {"keep": 0.25}], ids=str)
 def stored(request: Any, folder: Path, tmp_path: Path) -> tuple[Path, Bases]:
     base, models = folder / "base.safetensors", {t: folder / f"{t}.safetensors" for t in TASKS}
     return base, build(base, models, tmp_path / "store", **ALL, **request.param)

@@ -140,8 +140,7 @@ def test_whatever_is_given_is_taken_or_refused(tmp_path, monkeypatch):
     tvb.build(base, models, "store", basis="none")
     model = nn.Linear(4, 4, bias=False)
     model.load_state_dict(base)
-    one: dict[str, Any] = {"weight": 1.0, "dtype": torch.float32, "bits": None}
-    one["device"] = "cpu"
+    one: dict[str, Any] = {"weight": 1.0, "dtype": torch.float32, "device": "cpu"}
     functions: dict[str, dict[str, Any]] = {
         "build": {"base": base, "models": models, "out": None, "weights": None, **one},
         "load": {"path": "store"},
@@ -154,7 +153,7 @@ def test_whatever_is_given_is_taken_or_refused(tmp_path, monkeypatch):
                   "device": torch.device("cpu")},
         "attach": {"model": model, "store": bases, "base": base},
     }  # fmt: skip
-    functions["build"] |= {"size": None, "lossless": False, "keep": None}
+    functions["build"] |= {"lossless": False, "keep": None}
     functions["build"].pop("weight")
     for name, good in functions.items():
         keys = [*inspect.signature(getattr(tvb, name)).parameters]
@@ -177,8 +176,7 @@ def test_whatever_is_given_is_taken_or_refused(tmp_path, monkeypatch):
     assert accepted == {
         ("build", "out"): [None, place],
         ("build", "weights"): [None, {}],
-        **{("build", key): [None] for key in ("bits", "keep", "size")},
-        ("add", "bits"): [None],
+        ("build", "keep"): [None],
         **{(name, "exclude"): [3, "no\nwhere"] for name in ("build", "merge")},
         **{(name, "lambda_"): [3, 2.5] for name in ("build", "merge")},
         ("build", "num_bases"): [3],
@@ -206,7 +204,7 @@ def test_no_file_stays_open(tiny_models: Path, tmp_path: Path) -> None:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for number, keys in enumerate(({"bits": 4}, {"bits": 2}, {"basis": "none"})):
+            for number, keys in enumerate(({"keep": 0.5}, {"basis": "none"})):
                 tvb.build(tiny_models / "base", models, tmp_path / f"{number}", **keys)
                 assert opened() == before, keys
     finally:

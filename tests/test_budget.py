@@ -25,14 +25,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tvb_mergekit.core.basis import Tunables
-from tvb_mergekit.core.quantize import Width
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import resolve_settings
 from tvb_mergekit.tensors import merging, passes, stream
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import BLOCK, READ, Needs, parse_memory, plan_layout
 from tvb_mergekit.tensors.merging import build_basis, merge_items, one_pass
-from tvb_mergekit.tensors.quantized import Coding, Quantizing
 from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.summing import RunningSums
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -183,28 +181,6 @@ def test_combining(case: Case, how: str, outputs: int) -> None:
     held_within(
         budget, threads, lambda: combine(items, matrix, Nowhere(), Engine(memory=budget), **more)
     )
-
-
-class Blocks(Nowhere):
-    def __init__(self, coding: Coding) -> None:
-        self.coding = coding
-
-    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
-        assert self.coding.measured(item.name, start).isfinite().all()
-
-
-@each_case
-@pytest.mark.parametrize("width", [Width(1), Width(8)])
-def test_coding(case: Case, width: Width) -> None:
-    tasks, megabytes, threads, dtypes = case
-    items = items_of(tasks, numel_for(tasks), dtypes)
-    coding = Quantizing([1.0] * tasks, width, torch.ones(tasks))
-    matrix = torch.eye(tasks, dtype=torch.float64)
-    items = coding.coded(items)
-    budget = megabytes * MB
-    engine = Engine(memory=budget)
-    work = lambda: combine(items, matrix, Blocks(coding), engine, coding=coding)  # noqa: E731
-    held_within(budget, threads, work)
 
 
 @each_case

@@ -147,7 +147,7 @@ def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (here / f"{recipe_of}.yml").write_text(yaml.safe_dump(made))
     made = yaml.safe_load((here / "recipe.yml").read_text())
     (here / "models.yml").write_text(yaml.safe_dump({**made, "parameters": {}}))
-    run("build", "models.yml", "built vectors", "--bits", "4", "--quiet")
+    run("build", "models.yml", "built vectors", "--keep", "0.5", "--quiet")
     for data in ("m", "c"):
         (here / f"{data}.jsonl").write_text('{"prompt": "t3 ", "response": "t4 t5"}\n')
     for name in ("ta", "ae", "base", "math", "specialists"):
@@ -224,7 +224,7 @@ def test_where_time_goes(here: Path) -> None:
 
 
 ONE = "give one of --task NAME, --basis K, --all-bases and --all DIR"
-NEW = "a new one needs --base BASE, and --bits B"
+NEW = "a new one needs --base BASE and --budget M"
 REFUSED: dict[str, str] = {
     # files for folders and folders for files
     "inspect nope": "nope: no such folder",
@@ -263,7 +263,6 @@ REFUSED: dict[str, str] = {
     "add store new-model --task n --base code": "are others",
     "add store base --task n": "is the base model",
     "add fresh math --task math --base base": NEW,
-    "build recipe.yml out --size ''": "a size of ``: expected a number",
     f"build recipe.yml out --memory {'9' * 400}GB": "a size of `999",
     "inspect recipe.yml --plot x.txt": "expected one of .png",
     "inspect store --plot notes.png": "is a folder",

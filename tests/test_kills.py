@@ -45,15 +45,15 @@ COMMANDS = {
     "add to a full store": Command(f"{ADD} 2", start="store", then=NEXT),
     "add below the budget": Command(f"{ADD} 3", start="store", then=NEXT),
     "first add": Command(f"{ADD} 2 --base {{}}/base", then=NEXT),
-    "build of codes": Command(
-        "tvb build {}/vectors.yml s[1] --bits 1.5 --quiet", then=NEXT, keeps="s[1].partial"
+    "build of samples": Command(
+        "tvb build {}/vectors.yml s[1] --keep 0.1 --quiet", then=NEXT, keeps="s[1].partial"
     ),
-    "add codes": Command("tvb add s[1] {}/law --task law --quiet", start="vectors", then=NEXT),
+    "add a sample": Command("tvb add s[1] {}/law --task law --quiet", start="vectors", then=NEXT),
     "export": Command("tvb export {}/store out --task math --quiet", "out"),
     "merge": Command("tvb merge {}/recipe.yml out --quiet", "out"),
     "mergekit-yaml": Command("mergekit-yaml {}/recipe.yml out --quiet", "out"),
 }
-SMALL = ("first add", "build of codes", "add codes")  # their files
+SMALL = ("first add", "build of samples", "add a sample")  # their files
 
 
 @dataclass
@@ -106,7 +106,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "recipe.yml").write_text(yaml.safe_dump(made))
     del made["parameters"]
     (folder / "vectors.yml").write_text(yaml.safe_dump(made))
-    for words in (["recipe.yml", "store"], ["vectors.yml", "vectors", "--bits", "2"]):
+    for words in (["recipe.yml", "store"], ["vectors.yml", "vectors", "--keep", "0.1"]):
         ended = run(["tvb", "build", *words, "--quiet"], folder)
         assert ended.code == 0, ended
     return folder

@@ -599,29 +599,29 @@ def test_bases_without_mixtures(case: Case) -> None:
     case.learn(pca, "atlas", "pca-atlas", *case.words, "--epochs", 1)  # needs none
 
 
-@pytest.mark.parametrize("bits", [None, 4])
-def test_over_a_store(case: Case, bits: int | None) -> None:
+@pytest.mark.parametrize("keep", [None, 0.5])
+def test_over_a_store(case: Case, keep: float | None) -> None:
     """As over a recipe of the same bases, or of the models that the store's vectors make."""
-    store, models = case.folder / f"learn-{bits}", case.folder / f"learned-from-{bits}"
-    if bits is None:
+    store, models = case.folder / f"learn-{keep}", case.folder / f"learned-from-{keep}"
+    if keep is None:
         source = case.recipe("for-store", basis="balanced", num_bases=2)
         tvb("build", source, store, "--quiet")
     else:
-        tvb("build", case.recipe("for-zoo", basis="none"), store, "--bits", bits, "--quiet")
+        tvb("build", case.recipe("for-zoo", basis="none"), store, "--keep", keep, "--quiet")
         tvb("export", store, "--all", models, "--quiet")
         made = recipe("basis_ta", case.base, [models / task for task in TASKS], basis="none")
         source = write(made, case.folder / "for-exported")
     base = load(case.base)
     how = (*case.words, "--epochs", 1)
-    for method in ("localize",) if bits is None else ("localize", "adamerging"):
-        found, want = (case.learn(of, method, f"{method}-{bits}-{of.name}", *how)
+    for method in ("localize",) if keep is None else ("localize", "adamerging"):
+        found, want = (case.learn(of, method, f"{method}-{keep}-{of.name}", *how)
                        for of in (store, source))  # fmt: skip
         change, wanted = (
             torch.cat([(t - base[n]).flatten() for n, t in each.tensors.items()])
             for each in (found, want)
         )
-        # Codes are of few sizes, and the exported models round: masks cut elsewhere among equals.
-        most = 0.1 if method == "localize" and bits else 3e-5
+        # The exported models round: masks cut elsewhere among equals.
+        most = 0.1 if method == "localize" and keep else 3e-5
         assert float((change - wanted).norm()) < most * float(wanted.norm()) > 0, method
 
 

@@ -29,6 +29,7 @@ import tvb_mergekit as library
 from tvb_mergekit.store import live as live_
 from tvb_mergekit.store.attaching import attach
 from tvb_mergekit.store.store import Bases
+from tvb_mergekit.tensors.checkpoint import Checkpoint
 
 WEIGHTS = {0: {"weight": 0.6}}  # which exports take out again
 NORM = "model.norm.weight"
@@ -56,11 +57,10 @@ def assert_bits(model: nn.Module, want: Mapping[str, Tensor]) -> None:
 
 
 STORES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], dict[str, Any]]] = {
-    "codes": (llama, ("--bits", "2"), {}),
+    "sampled": (llama, ("--keep", "0.25"), {}),
     "pca": (llama, (), {"basis": "pca", "num_bases": 2, "exclude": "lm_head"}),
-    "balanced, coded": (llama, ("--bits", "4"), {"basis": "balanced", "num_bases": 2}),
-    "gpt2": (gpt2, ("--bits", "1.5"), {}),
-    "tied": (TIED, ("--bits", "2"), {}),
+    "gpt2": (gpt2, ("--keep", "0.5"), {}),
+    "tied": (TIED, ("--keep", "0.25"), {}),
 }
 Stored = tuple[Path, Path]
 
@@ -81,18 +81,18 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Stored]:
 
 
 @pytest.fixture
-def codes(stored: Callable[[str], Stored]) -> Stored:
-    return stored("codes")
+def sampled(stored: Callable[[str], Stored]) -> Stored:
+    return stored("sampled")
 
 
 @pytest.fixture
-def model(codes: Stored) -> nn.Module:
-    return loaded(codes[0])
+def model(sampled: Stored) -> nn.Module:
+    return loaded(sampled[0])
 
 
 @pytest.fixture
-def live(model: nn.Module, codes: Stored) -> Any:
-    return attach(model, codes[1])
+def live(model: nn.Module, sampled: Stored) -> Any:
+    return attach(model, sampled[1])
 
 
 @pytest.mark.parametrize("kind", STORES)
@@ -129,8 +129,8 @@ def test_the_bits_of_exports_and_of_the_base(kind: str, stored: Any, tmp_path: P
 
 def reconstructed(bases: Bases, task: str) -> dict[str, Tensor]:
     """tau_hat in float64, without its weight."""
-    column = bases.decoder[:, list(bases.tasks).index(task)].tolist()
-    column += [1.0] * (bases.mean is not None)
+    bases.check_base(Checkpoint.open(bases.base_name), "the base")
+    column = (bases.reconstruction([task])[:, 0] * bases.scales).tolist()
     weight = 0.6 if task == "math" else 1.0
     terms = list(zip(column, bases.sources, strict=True))
     return {n: sum(c * s.tensor(n).double() for c, s in terms) / weight for n in bases.names}
@@ -248,14 +248,14 @@ AFTER: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("case", [*BEFORE, *BOTH])
-def test_models_that_do_not_fit(case: str, codes: Stored) -> None:
+def test_models_that_do_not_fit(case: str, sampled: Stored) -> None:
     change, said = (BEFORE | BOTH)[case]
-    refused(said, lambda: attach(change(loaded(codes[0])), codes[1]))
+    refused(said, lambda: attach(change(loaded(sampled[0])), sampled[1]))
 
 
 @pytest.mark.parametrize("case", [*BOTH, *AFTER])
 def test_models_that_no_longer_fit(case: str, stored: Any) -> None:
-    base, store = stored("tied" if "untied" in case else "codes")
+    base, store = stored("tied" if "untied" in case else "sampled")
     model = loaded(base)
     live = attach(model, store)
     live.use("code")
@@ -274,8 +274,8 @@ def refused(said: str, call: Callable[[], object]) -> None:
     assert said in str(caught.value) and "\n" not in str(caught.value), str(caught.value)
 
 
-def test_bases_that_do_not_fit(codes: Stored, tmp_path: Path) -> None:
-    base, store = codes
+def test_bases_that_do_not_fit(sampled: Stored, tmp_path: Path) -> None:
+    base, store = sampled
     model = loaded(base)
     inner = AutoModel.from_pretrained(base)  # whose names lack `model.`
     refused("of the base's files are not in it, and its", lambda: attach(inner, store))
@@ -290,8 +290,8 @@ def test_bases_that_do_not_fit(codes: Stored, tmp_path: Path) -> None:
     refused("org/name: no such folder", lambda: attach(model, lost))
 
 
-def test_uses_that_are_refused_leave_right_weights(codes, monkeypatch):
-    base, store = codes
+def test_uses_that_are_refused_leave_right_weights(sampled, monkeypatch):
+    base, store = sampled
     model = loaded(base, torch.float16)
     start = state_of(model)
     live = attach(model, store)
@@ -377,9 +377,9 @@ MOVES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.parametrize("case", MOVES)
-def test_models_that_are_moved(case: str, codes: Stored) -> None:
+def test_models_that_are_moved(case: str, sampled: Stored) -> None:
     """The next change writes theta_0 + tau_hat, rounded once to each tensor's dtype of then."""
-    base, store = codes
+    base, store = sampled
     model, bases = loaded(base, torch.float32), library.load(store)
     start, taus = load(base), {task: reconstructed(bases, task) for task in THREE[1:]}
     live = attach(model, bases)
@@ -409,7 +409,7 @@ def test_models_that_are_moved(case: str, codes: Stored) -> None:
         assert_task(None)
 
 
-def test_slow_writes_next_to_direct_ones(codes: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_writes_next_to_direct_ones(sampled: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     """No buffer is used again too early, as in a model that is partly on another device."""
     usual = live_.LiveSink.write
 
@@ -417,10 +417,10 @@ def test_slow_writes_next_to_direct_ones(codes: Stored, monkeypatch: pytest.Monk
         time.sleep(0.02)
         usual(sink, *given)
 
-    model, other = loaded(codes[0]), assigned(loaded(codes[0]), change=transposed)
-    attach(model, codes[1]).use("code")
+    model, other = loaded(sampled[0]), assigned(loaded(sampled[0]), change=transposed)
+    attach(model, sampled[1]).use("code")
     monkeypatch.setattr(live_.LiveSink, "write", slowly)
-    attach(other, codes[1]).use("code")
+    attach(other, sampled[1]).use("code")
     assert_bits(other, state_of(model))
 
 
@@ -441,14 +441,14 @@ def test_copies_by_peft(model, live):
     live.use("code")
 
 
-def test_two_stores_of_one_model(model, live, codes):
+def test_two_stores_of_one_model(model, live, sampled):
     """One moves a part of the tensors; the object of the other may be gone, or see a wrapper."""
     base = {name: tensor.clone() for name, tensor in state_of(model).items()}
     taus = {"x": {name: t + 0.01 * torch.randn_like(t) for name, t in base.items()}}
     few = library.build(base, taus, basis="none", exclude="embed")
     other = attach(model, few, base=base)
     want = state_of(model)
-    for attached in (lambda: live, lambda: attach(torch.compile(model), codes[1])):
+    for attached in (lambda: live, lambda: attach(torch.compile(model), sampled[1])):
         attached().use("math")
         refused("another `attach` of this model has moved model.embed", lambda: other.use("x"))
         live.reset()
@@ -461,8 +461,8 @@ def test_two_stores_of_one_model(model, live, codes):
 
 
 @pytest.mark.parametrize("case", ["base", "task"])
-def test_files_that_are_overwritten_in_place(case: str, codes: Stored, tmp_path: Path) -> None:
-    base, store = (shutil.copytree(folder, tmp_path / folder.name) for folder in codes)
+def test_files_that_are_overwritten_in_place(case: str, sampled: Stored, tmp_path: Path) -> None:
+    base, store = (shutil.copytree(folder, tmp_path / folder.name) for folder in sampled)
     file = (base if case == "base" else store / "math") / "model.safetensors"
 
     model = loaded(base)

@@ -105,11 +105,8 @@ CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
     "matrices in one pass": (2, "merge", "tied", "basis_iso", BALANCED),
     "thresholds and sums": (2, "merge", "tied", "basis_ties", {"basis": "none"}),
     "store": (3, "build", "tied", "basis_ta", {"basis": "pca", "num_bases": 2}),
-    "codes": (2, "build --bits 2", "tied", "basis_ta", {"basis": "none"}),
     "samples": (2, "build --keep 0.3", "sharded", "basis_ta", {"basis": "none"}),
     "lossless": (2, "build --lossless", "half", "basis_ta", {"basis": "none"}),
-    "coded bases": (3, "build --bits 2", "sharded", "basis_ta", {"basis": "pca", "num_bases": 2,
-        "extra": {"tokenizer_source": "base"}}),
 }  # fmt: skip
 
 
@@ -138,7 +135,7 @@ def test_a_death_ends_all_and_a_build_resumes(models: dict[str, Folders], tmp_pa
         assert not (tmp_path / "merged").exists()
     assert run(tmp_path, "tvb build recipe.yml one --quiet")[0] == [0]
     write(recipe("basis_ta", *models["tied"], basis="none"), tmp_path / "whole")
-    coded = "tvb build whole.yml zoo --bits 2 --quiet"
+    coded = "tvb build whole.yml zoo --keep 0.3 --quiet"
     assert run(tmp_path, coded.replace("zoo", "alone"))[0] == [0]
     codes, _ = run(tmp_path, *[coded] * 2, rank_1=dies)
     assert codes == [1, -9] and not (tmp_path / "zoo").exists()

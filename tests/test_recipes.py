@@ -201,8 +201,8 @@ def test_commands_without_the_calls_of_one_system(tmp_path: Path) -> None:
         "tvb inspect OUT/store",
         "tvb undo OUT/store",
         "tvb export OUT/store OUT/sort --task sort",
-        "tvb build OUT/all.yml OUT/codes --bits 4",
-        "tvb export OUT/codes OUT/upper --task upper",
+        "tvb build OUT/all.yml OUT/sampled --keep 0.5",
+        "tvb export OUT/sampled OUT/upper --task upper",
     )
     script = [sys.executable, "-X", "warn_default_encoding", "-c", HIDDEN]
     run(*script, stdin="\n".join(lines).replace("OUT", shlex.quote(str(tmp_path))))

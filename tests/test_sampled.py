@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -139,42 +138,7 @@ def test_wudi_over_samples(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-3)
 
 
-FORMS: list[tuple[str, dict[str, Any], str]] = [  # dtype of the models, options, codec
-    ("bfloat16", {"bits": 0.5}, "sampled"),
-    ("bfloat16", {"size": 0.06}, "sampled"),  # of the models' bytes, with the other files
-    ("bfloat16", {"size": 0.9}, "lossless"),
-    ("float32", {"bits": 1}, "sampled"),
-    ("float32", {"size": 0.2}, "codes"),
-    ("float32", {"size": 0.04}, "sampled"),
-]
-
-
-@pytest.mark.parametrize(("dtype", "wanted", "codec"), FORMS)
-def test_bits_and_sizes_choose_a_form(dtype, wanted, codec, tmp_path):
-    """The bytes are at most those that were asked for, and not much fewer."""
-    generator = torch.Generator().manual_seed(0)
-    kind: torch.dtype = getattr(torch, dtype)
-
-    def normal(size: float, of: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        shapes = {"a": (500, 700), "b": (900, 800), "n": (700,)}
-        made = {n: size * torch.randn(s, generator=generator) for n, s in shapes.items()}
-        return {n: (t + (of[n].float() if of else 0)).to(kind) for n, t in made.items()}
-
-    base = normal(0.02)
-    models = {task: normal(1e-4, base) for task in ("x", "y")}
-    total = sum(t.nbytes for model in models.values() for t in model.values())
-    numel = sum(t.numel() for model in models.values() for t in model.values())
-    size = int(wanted["size"] * total) if "size" in wanted else None
-    bases = tvb_mergekit.build(base, models, tmp_path / "s", bits=wanted.get("bits"), size=size)
-    assert bases.facts.store.codec == codec
-    taken = sum(f.stat().st_size for f in (tmp_path / "s").rglob("*") if f.is_file())
-    if size is not None:
-        assert taken <= size and (codec != "sampled" or taken > 0.6 * size)
-    else:
-        assert 0.9 * wanted["bits"] < 8 * bases.facts.bytes / numel < 1.05 * wanted["bits"]
-
-
-CHOICES = {"lossless": "", "keep": "0.1", "bits": "2", "size": "1GB", "dtype": "float16"}
+CHOICES = {"lossless": "", "keep": "0.1", "dtype": "float16"}
 
 
 def test_mistakes_are_one_line(family: Models, tmp_path: Path) -> None:
@@ -184,45 +148,34 @@ def test_mistakes_are_one_line(family: Models, tmp_path: Path) -> None:
     words = {name: [f"--{name}", *value.split()] for name, value in CHOICES.items()}
     for one, other in itertools.combinations(words, 2):
         said = refused(*build, *words[one], *words[other])
-        assert re.search("choose one of --lossless, --keep|either bits or a size", said)
+        assert "choose one of --lossless, --keep and --dtype" in said
     assert not (tmp_path / "store").exists()
 
 
 def test_a_basis_is_not_sampled(family: Models, tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"basis": "balanced", "num_bases": 2}
-    with pytest.raises(UserError, match=r"--bits 1.99 is for task vectors; bases take 1, 2"):
-        tvb_mergekit.build(family.base, family.models, tmp_path / "s", bits=1.99, **keys)
-    with pytest.raises(UserError, match="too few for a sample"):
-        tvb_mergekit.build(family.base, family.models, tmp_path / "s", bits=0.001)
     with pytest.raises(UserError, match="keeps all tasks"):
         tvb_mergekit.build(
             family.base, family.models, tmp_path / "s", keep=0.1, basis="balanced", num_bases=2
         )
 
 
-@pytest.mark.parametrize("coding", ["keep", "bits"])
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
         ({"basis": "balanced", "num_bases": 2}, []),
         ({"basis": "ae", "solver": "exact", "num_bases": 2, "exclude": ["mlp"]}, []),
         ({"basis": "none"}, ["--dtype", "bfloat16"]),
-        ({"basis": "pca", "num_bases": 2}, ["--bits", "4"]),
-        ({"basis": "rand_select", "num_bases": 1}, ["recoded"]),
-        ({"basis": "none", "exclude": "mlp"}, ["recoded"]),
+        ({"basis": "pca", "num_bases": 2}, []),
+        ({"basis": "rand_select", "num_bases": 1}, []),
+        ({"basis": "none", "exclude": "mlp"}, []),
     ],
 )
-def test_errors_of_bases_over_codes_and_samples(
-    coding: str, keys: dict[str, Any], words: list[str], family: Models, tmp_path: Path
+def test_errors_of_bases_over_samples(
+    keys: dict[str, Any], words: list[str], family: Models, tmp_path: Path
 ) -> None:
     """They are of the models, and hold for a later addition too."""
-    tasks = family.build(tmp_path / "tasks", f"--{coding}", "0.25" if coding == "keep" else "2")
+    tasks = family.build(tmp_path / "tasks", "--keep", "0.25")
     listed = [tasks.path / task for task in tasks.facts.store.folders]
-    if "recoded" in words:  # codes of codes, or of samples
-        over = recipe("basis_ta", family.base, listed, basis="none")
-        again = tmp_path / "again"
-        tvb("build", write(over, tmp_path / "recoded"), again, "--bits", "8", "--quiet")
-        listed, words = [again / task for task in tasks.facts.store.folders], []
     over = recipe("basis_ta", family.base, listed, own={2: {"weight": -0.01}}, **keys)
     store = tmp_path / "store"
     tvb("build", write(over, tmp_path / "over"), store, *words, "--quiet")
@@ -243,7 +196,7 @@ def test_errors_of_bases_over_codes_and_samples(
             assert made.facts.norms[task] == pytest.approx(norm, rel=0.03)
             assert bounds.at_least * norm <= error * 1.001
             assert error <= bounds.at_most * norm * 1.001 + 1e-9
-            assert coding == "bits" or error > norm / 2  # the samples' own
+            assert error > norm / 2  # the samples' own
         gram = [[sum(float((a[n] * b[n]).sum()) for n in a) for b in held] for a in held]
         count, found = made.num_bases, made.tensors["gram_bases"]
         near = torch.tensor(gram, dtype=torch.float64)[:count, :count]
@@ -256,13 +209,13 @@ def test_errors_of_bases_over_codes_and_samples(
         check()
 
 
-def test_bases_over_codes_under_other_names(tmp_path: Path) -> None:
+def test_bases_over_samples_under_other_names(tmp_path: Path) -> None:
     """Names that mergekit changes."""
     models = hub(gpt2, tmp_path / "models")
     for path in (models.base, *models.models.values()):
         state = {name.removeprefix("transformer."): t for name, t in load(path).items()}
         save_file(state, path / "model.safetensors", metadata={"format": "pt"})
-    tasks = models.build(tmp_path / "tasks", "--bits", "2", basis="none")
+    tasks = models.build(tmp_path / "tasks", "--keep", "0.5", basis="none")
     vectors = [tasks.path / name for name in tasks.facts.store.folders]
     over = recipe("basis_ta", models.base, vectors, basis="balanced", num_bases=2)
     tvb("build", write(over, tmp_path / "over"), tmp_path / "bases", "--quiet")

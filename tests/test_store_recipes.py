@@ -105,7 +105,7 @@ def test_the_base_s_tokenizer_and_slices(world: World, tmp_path: Path) -> None:
             assert torch.equal(deep.tensors[name.replace(".1.", ".2.")], tensor)
 
 
-@pytest.mark.parametrize("words", [("--bits", "8"), ("--lossless",)])
+@pytest.mark.parametrize("words", [("--keep", "0.5"), ("--lossless",)])
 def test_vectors_without_a_tokenizer_have_the_base_s(words: Sequence[str], tmp_path: Path) -> None:
     """transformers makes up a tokenizer for a folder of Qwen2 without one."""
     made = hub(decoder("Qwen2"), tmp_path / "in", dtypes=[torch.bfloat16])

@@ -258,9 +258,6 @@ def test_a_foreign_model_is_not_added(here: Path) -> None:
     assert "the base's" in refused(*words, "--quiet")
     done = tvb(*words, "--quiet", "--force")
     assert "1 task in 1 of at most 3 bases" in done.stdout
-    words = ["add", "codes", rolled, "--task", "x", "--base", "base", "--bits", 8, "--quiet"]
-    assert "fine-tuned from this base" in refused(*words)
-    assert "1 task" in tvb(*words, "--force").stdout
 
 
 def test_an_exact_sum_is_not_ended_in_silence(here: Path) -> None:
@@ -325,7 +322,7 @@ STRANGE = {  # what a store cannot keep -> the command that would lose it
 
 def test_a_file_that_a_change_would_lose_is_refused_before_the_work(here, monkeypatch):
     made = recipe("basis_ta", here / "base", [here / task for task in "abc"])
-    tvb("build", write(made, here / "vectors"), "vectors", "--bits", "8", "--quiet")
+    tvb("build", write(made, here / "vectors"), "vectors", "--keep", "0.5", "--quiet")
     monkeypatch.setattr("tvb_mergekit.store.addition.gram_pass", None)
     for name, words in STRANGE.items():
         path, _, target = name.rstrip("|").partition("@")
@@ -500,7 +497,7 @@ def test_a_store_that_was_moved_works(method: str, here: Path, tmp_path: Path) -
 
 def test_a_moved_store_finds_its_base_after_a_removal(here: Path, tmp_path: Path) -> None:
     made = recipe("basis_ta", here / "base", [here / task for task in "abc"], basis="none")
-    tvb("build", write(made, here / "both"), "both", "--bits", "8", "--quiet")
+    tvb("build", write(made, here / "both"), "both", "--keep", "0.5", "--quiet")
     place = tmp_path / "elsewhere"
     place.mkdir()
     for name in ("both", "base"):

@@ -354,7 +354,7 @@ def test_models_and_files_that_do_not_fit(case, tmp_path, monkeypatch):
 def test_tasks_are_chosen_by_the_prompts_of_a_store(case: Case, tmp_path: Path) -> None:
     """Prompts that end in a token of their own; the reference is the distance in float64."""
     store, file = tmp_path / "store", tmp_path / "means"
-    tvb("build", case.recipe("chosen", basis="none"), store, "--bits", 4, "--quiet")
+    tvb("build", case.recipe("chosen", basis="none"), store, "--keep", 0.9, "--quiet")
     draw = torch.Generator().manual_seed(0)
 
     def prompts(k: int, count: int) -> list[list[int]]:

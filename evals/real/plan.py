@@ -21,7 +21,6 @@ SMALLER = (0.025, 0.05, 0.1)
 SHORTER = 0.3
 ALPHAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 SHARES = (0.5, 0.25, 0.1, 0.05, 0.02)  # of entries that are sampled
-ZOOS = (4, 2)
 RIVALS = ("bitdelta_projections", "deltatensors_quantized", "svd_1", "svd_0.25", "tsvc",
           "delta_come", "signs_svd", "ultradelta")  # fmt: skip
 STITCHED = ("localize", "dataless")
@@ -106,7 +105,7 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
     stored: Cell = {"kind": "bits", "items": plan.items, "tested": plan.tested, "alphas": [],
                     "lambdas": [*LAMBDAS], "start": START, "scales": ["tasks"],
                     "merges": ["wudi_30", "ta"], "equal": True, "itemized": True}  # fmt: skip
-    forgotten_by = ("all", "keep_0.05", "zoo_2")  # without merges
+    forgotten_by = ("all", "keep_0.05")  # without merges
     online: Cell = {"kind": "matrices_online", "tested": plan.tested // 2, "annealed": False}
     unseen: Cell = {"kind": "transfer", "shots": plan.shots, "seed": 0, "tested": plan.tested,
                     "rate": 4e-5}  # fmt: skip
@@ -128,7 +127,7 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
                                for each in routed))],
         "bytes": [stored | {"how": how} for how in
                   ("all", *["lossless"][plan.adapters :], *(f"keep_{share}" for share in SHARES),
-                   *(f"zoo_{bits}" for bits in ZOOS), f"balanced_{half}")]
+                   f"balanced_{half}")]
         + [stored | {"how": f"merged_{how}", "merges": ["wudi_30"]} for how in RIVALS],
         "negation": [forgotten | {"kind": "negation", "basis": label, "num_bases": count}
                      for label, count in (("plain", None), ("ae_exact", half), ("balanced", half),

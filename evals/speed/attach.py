@@ -1,7 +1,7 @@
 """A change of tasks in a live model, against a plain copy of its weights: see README.md.
 
 The copy has every specialist in memory: `copy_` from a second state dict, tensor by tensor. Ours
-reads the base and the codes of one task from the page cache, in turn with it in one process.
+reads the base and one task of the store from the page cache, in turn with it in one process.
 Compiled loops are loaded before. Let nothing else run: PyTorch's threads share a copy and wait for
 each other, so next to other processes a copy takes much longer.
 """
@@ -43,7 +43,7 @@ def zoo(folder: Path, tasks: int, form: str) -> Path:
 
 @click.command(epilog="Example: python evals/speed/attach.py --tasks 2 --megabytes 8 --rounds 2")
 @click.option("--dtype", default="bfloat16", show_default=True, help="Dtype of the models.")
-@click.option("--form", default="--bits 2", show_default=True, help="Options of `tvb build`.")
+@click.option("--form", default="--lossless", show_default=True, help="Options of `tvb build`.")
 @shared(megabytes=500, rounds=9)
 def main(
     tasks: int, megabytes: int, dtype: str, form: str, rounds: int, threads: int | None,

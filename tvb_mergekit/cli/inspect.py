@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tvb_mergekit.errors import counted, listed, megabytes
 from tvb_mergekit.store.facts import Facts
-from tvb_mergekit.store.inspection import Inspection, Loss
+from tvb_mergekit.store.inspection import Inspection
 from tvb_mergekit.store.report import WIDE, cosine_sheet, measures
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tables import Sheet, matrix, printable, shortened, show
@@ -35,7 +35,6 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
     show(remarks(inspection), console)
     parts: list[list[Sheet | str]] = [
         [_task_sheet(inspection, names)],
-        *_code_parts(inspection),
         [cosine_sheet(of, names, cosines)],
         [] if inspection.keeps_tasks else _encoder_lines(inspection, names),
         _choice_lines(inspection),
@@ -61,7 +60,7 @@ def headline(inspection: Inspection) -> str:
 
 def remarks(inspection: Inspection) -> list[str]:
     """Lines on sizes, additions, the loss against its bounds, and tensors left out."""
-    facts, store, codes = inspection.facts, inspection.facts.store, inspection.codes
+    facts, store, kept = inspection.facts, inspection.facts.store, inspection.kept
     lines = []
     if store is not None:
         lines.append(size_line(inspection))
@@ -74,8 +73,8 @@ def remarks(inspection: Inspection) -> list[str]:
             lines.append(f"The sum of all task vectors is {' + '.join(terms)}")
     if facts.relative_error:
         line = error_line(facts)
-        if codes is not None and codes.sum is not None:
-            line += f"; storing changes the sum that addition adds by {codes.sum:.3g} of its norm"
+        if kept is not None:
+            line += f"; storing changes the sum that addition adds by {kept.sum:.3g} of its norm"
         lines.append(line[0].upper() + line[1:])
     lines.append(f"{facts.num_parameters:,} parameters in each task vector")
     lines += [] if inspection.keeps_tasks else measures(facts)
@@ -106,15 +105,12 @@ def error_line(facts: Facts) -> str:
     """The largest relative error of a task in a store, with the task's name."""
     if facts.store is not None and facts.store.codec == "lossless":
         return "every bit comes back"
-    worst = max(facts.relative_error, key=lambda task: facts.relative_error[task])
-    if facts.density is not None:
-        size = facts.relative_error[worst]
-        return f"{facts.bits:.3g} bits a parameter, random errors of {size:.3g} times the norm"
-    return f"largest relative error of a task: {facts.relative_error[worst]:.3g} ({worst})"
+    size = max(facts.relative_error.values())
+    return f"{facts.bits:.3g} bits a parameter, random errors of {size:.3g} times the norm"
 
 
 def _stored_as(facts: Facts) -> str:
-    """The dtype of a store and its share of kept entries, or the bits of its codes."""
+    """The dtype of a store and its share of kept entries, or its bits."""
     assert facts.store is not None
     if facts.density is not None and facts.store.codec == "sampled":
         return f"a sample of {100 * facts.density:.3g} % of the entries"
@@ -123,32 +119,14 @@ def _stored_as(facts: Facts) -> str:
     return facts.store.dtype if facts.bits is None else counted(facts.bits, "bit")
 
 
-def _code_parts(inspection: Inspection) -> list[list[Sheet | str]]:
-    """Bytes, bits and errors of the codes: of each basis, and of each group of tensors."""
-    codes = inspection.codes
-    if codes is None:
-        return []
-    every = sum(group.bytes for group in codes.groups) or 1
-    shares = [(g.name, f"{100 * g.bytes / every:.1f}", *_kept(g)[2:]) for g in codes.groups]
-    groups = Sheet("Stored vectors by kind of tensor", ("", "bytes %", "bits", "error"), shares)
-    if inspection.keeps_tasks:  # the table of tasks has them
-        return [[groups]]
-    rows = [_kept(each) for each in codes.vectors]
-    return [[Sheet("Codes of the bases", ("", "bytes", "bits", "error"), rows)], [groups]]
-
-
-def _kept(loss: Loss) -> tuple[str, str, str, str]:
-    error = "?" if loss.relative_error is None else f"{loss.relative_error:.3g}"
-    return loss.name, megabytes(loss.bytes), f"{loss.bits:.3g}", error
-
-
 def _task_sheet(inspection: Inspection, names: list[str]) -> Sheet:
     """Norm, error and row sum of each task; for task-vector stores bits and bytes, no row sum."""
-    base, unknown, codes = inspection.base_norm, [None] * len(names), inspection.codes
+    base, unknown, kept = inspection.base_norm, [None] * len(names), inspection.kept
     weights, last = inspection.row_sums or unknown, ["row sum"]
     cells = [["?" if weight is None else f"{round(weight, 3) + 0.0:.3f}"] for weight in weights]
-    if inspection.keeps_tasks and codes is not None:
-        last, cells = ["bits", "bytes"], [list(_kept(each)[2:0:-1]) for each in codes.vectors]
+    if kept is not None:
+        last = ["bits", "bytes"]
+        cells = [[f"{each.bits:.3g}", megabytes(each.bytes)] for each in kept.vectors]
     rows = []
     for task, name, model, norm, cell in zip(
         inspection.tasks, names, inspection.facts.models, inspection.norms, cells, strict=True

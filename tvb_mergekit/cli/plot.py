@@ -20,9 +20,9 @@ from rich.console import Console
 from tvb_mergekit.atomic import write_file
 from tvb_mergekit.cli.inspect import headline, print_inspection
 from tvb_mergekit.core.encoders.linear import Array
-from tvb_mergekit.errors import UserError, counted
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.figures import BLUE, DARK, LABEL, ORANGE, can_draw, embedded, rendered
-from tvb_mergekit.store.inspection import Inspection, Losses
+from tvb_mergekit.store.inspection import Inspection
 from tvb_mergekit.store.report import WIDE
 from tvb_mergekit.tables import printable, shortened
 
@@ -101,9 +101,7 @@ def _figure(inspection: Inspection) -> Figure:
     top = rows[0].subgridspec(1, 2, width_ratios=[square, encoder])
     middle = rows[1].subgridspec(1, 2)
     _draw_cosines(figure.add_subplot(top[0]), inspection, names)
-    if inspection.keeps_tasks:
-        _draw_groups(figure.add_subplot(top[1]), inspection.codes)
-    else:
+    if not inspection.keeps_tasks:
         _draw_encoder(figure.add_subplot(top[1]), inspection, names)
     _draw_eigenvalues(figure.add_subplot(middle[0]), inspection)
     _draw_energy(figure.add_subplot(middle[1]), inspection)
@@ -213,18 +211,6 @@ def _draw_errors(axes: Axes, inspection: Inspection, names: Sequence[str]) -> No
     axes.set_xlim(-0.7, len(names) - 0.3)
     _label_x(axes, names)
     axes.set_ylabel("‖τ̂ − τ‖ / ‖τ‖")
-
-
-def _draw_groups(axes: Axes, codes: Losses | None) -> None:
-    """Bars of the codes' errors in each group of tensors of a task-vector store."""
-    axes.set_title("Error by kind of tensor")
-    groups = [] if codes is None else codes.groups
-    names = [f"{group.name}, {counted(group.bits, 'bit')}" for group in groups]
-    places = range(len(groups))
-    axes.barh(places, [group.relative_error or 0.0 for group in groups], 0.7, color=BLUE)
-    axes.set_yticks(places, names)
-    axes.invert_yaxis()
-    axes.set_xlabel("relative error over all tasks")
 
 
 def _count_x(axes: Axes, count: int, name: str, bases: int, right: float = 0.0) -> None:

@@ -34,7 +34,6 @@ from tvb_mergekit.errors import UserError, counted
 
 if TYPE_CHECKING:
     from tvb_mergekit.store.facts import DtypeName
-    from tvb_mergekit.store.forms import Quantize
     from tvb_mergekit.store.inspection import Inspection
 
 OWN = "as wide as the models by default (bfloat16 next to float16: float32)"
@@ -44,8 +43,6 @@ OWN = "as wide as the models by default (bfloat16 next to float16: float32)"
 @argument("recipe", type=RECIPE)
 @argument("store", type=PLACE)
 @option("--dtype", type=DTYPES, help=f"Dtype of the bases; {OWN}.")
-@option("--bits", type=float, help="Bits of an element: 8, 4, 3, 2, or fewer.")
-@option("--size", metavar="SIZE", help="The most bytes of the store, such as 2GB.")
 @flag("--lossless", help="Keep all models to the bit, as differences from the base.")
 @option("--keep", type=float, metavar="SHARE",
         help="Keep a random share of all entries, exact: 0.05, 0.02.")  # fmt: skip
@@ -56,31 +53,29 @@ def build(recipe: str, store: str, dtype: DtypeName | None, **values: Any) -> No
     RECIPE is a recipe for `mergekit-yaml`. Afterwards
     you may delete the models, but not the base.
 
-    The next options keep all task vectors, if RECIPE names no basis. Recipes over STORE then list
-    tasks: `- model: ./store/math`. With a basis, --bits and --size keep its bases as codes.
+    The next options keep all task vectors. RECIPE then names no basis, and recipes over STORE list
+    tasks: `- model: ./store/math`.
 
     --lossless keeps models in bfloat16 or float16 to the bit. It is the default of a recipe with
     `basis: none`. --keep keeps a random sample of the entries of each task vector, scaled up:
-    unbiased, in few bytes. --bits keeps every number in a few bits; task vectors below two bits are
-    a sample. --size chooses the one of these forms that loses least.
+    unbiased, in few bytes.
 
     \b
     Example:
       tvb build recipe.yml ./store --dtype bfloat16
-      tvb build models.yml ./all --bits 2
+      tvb build models.yml ./all --lossless
       tvb build models.yml ./small --keep 0.05
       torchrun --nproc-per-node 4 --no-python tvb build recipe.yml ./store
     """
     from tvb_mergekit.store.forms import default_share, kept_share
     from tvb_mergekit.tensors import ranks
 
-    quantize = _quantize(values["bits"], values["size"])
-    share = kept_share(values["lossless"], values["keep"], quantize, dtype)
+    share = kept_share(values["lossless"], values["keep"], dtype)
     world = ranks.world()
     values["quiet"] |= not world.leads
     engine = engine_of(values)
     document = read_recipe(recipe)
-    if quantize or share:
+    if share:
         document.whole_tasks()
 
     from tvb_mergekit.cli.inspect import error_line, store_line
@@ -90,29 +85,18 @@ def build(recipe: str, store: str, dtype: DtypeName | None, **values: Any) -> No
 
     check_new_folder(store, input_folders(document.recipe))  # before anything is downloaded
     inputs = open_models(document, values)
-    if not (quantize or dtype or share):
+    if not (dtype or share):
         share = default_share(inputs)
     own, resume = dtype_of(dtype) or inputs.own_dtype, values["resume"]
-    bases = build_store(
-        inputs, store, engine, dtype=own, quantize=quantize, keep=share, resume=resume
-    )
+    bases = build_store(inputs, store, engine, dtype=own, keep=share, resume=resume)
     energy = bases.facts.retained_energy
     kept = "" if energy is None else f"; retained energy {100 * energy:.2f} %"
     if share == 1:
         kept = "; every bit comes back"
-    if quantize or 0 < share < 1:
+    if 0 < share < 1:
         kept = f"; {error_line(bases.facts)}"
     click.echo(f"{store_line(bases)}{kept}")
     click.echo(f"Recipes: {bases.path}/recipes")
-
-
-def _quantize(bits: float | None, size: str | None) -> Quantize | None:
-    if bits is None and size is None:
-        return None
-    from tvb_mergekit.store.forms import Quantize
-    from tvb_mergekit.tensors.layout import parse_memory
-
-    return Quantize(bits, None if size is None else parse_memory(size))
 
 
 @command("device", "memory", *MODELS, "quiet", writes="plot")
@@ -175,17 +159,16 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
 @option("--budget", type=int, metavar="M", help="Maximum number of bases in STORE.")
 @choice("--compress", "ae balanced", help="Make room as in the paper, or keep the sum of tasks.")
 @option("--dtype", type=DTYPES, help=f"Dtype of a new STORE; {OWN}.")
-@option("--bits", type=float, help="Bits of the new task's codes; by default those of STORE.")
 @flag("--force", help="Also add a model unlike the others, or give up the exact sum.")
 def add(store: str, model: str, task: str, base: str | None, **values: Any) -> None:
     """Add the task of a fine-tuned MODEL to STORE.
 
-    If STORE keeps all task vectors (`tvb build --lossless`, --keep or --bits), MODEL joins them.
+    If STORE keeps all task vectors (`tvb build --lossless` or --keep), MODEL joins them.
     Otherwise, and with --budget, STORE holds at most M bases. Below the budget the new task vector
     becomes a basis. At the budget the bases are compressed by one first (Algorithm 1 of the paper).
 
-    An addition needs the base and MODEL, but no earlier model. If STORE does not exist, give
-    --base, and --bits or --budget. `tvb undo STORE` undoes the last addition.
+    An addition needs the base and MODEL, but no earlier model. If STORE does not exist, give --base
+    and --budget. `tvb undo STORE` undoes the last addition.
 
     \b
     Example:
@@ -199,16 +182,12 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
     from tvb_mergekit.store.addition import Growth
     from tvb_mergekit.store.recipes import with_paths
 
-    engine, quantize = engine_of(values), _quantize(values["bits"], None)
+    engine = engine_of(values)
     budget, compress, dtype = (values[key] for key in ("budget", "compress", "dtype"))
-    if quantize and dtype:
-        raise UserError("--bits goes with none of --budget, --compress, --dtype")
     new = not os.path.exists(store) or (os.path.isdir(store) and not os.listdir(store))
     if new:
-        if base is None or (budget is None and quantize is None):
-            raise UserError(
-                f"{store}: no such store; a new one needs --base BASE, and --bits B or --budget M"
-            )
+        if base is None or budget is None:
+            raise UserError(f"{store}: no such store; a new one needs --base BASE and --budget M")
         basis = {"basis": compress} if compress else {}
         parameters: Any = {"num_bases": 1, **basis}
         names = list[str]()
@@ -220,7 +199,7 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
     inputs = open_models(document, values, names)
     own = dtype_of(dtype) or inputs.own_dtype
     doubt = logging.warning if values["force"] else _refuse
-    growth = Growth(budget, compress, own, quantize, doubt, click.echo)
+    growth = Growth(budget, compress, own, doubt, click.echo)
     grown = add_to_store(store, inputs, growth, engine)
     if grown.keeps_tasks:
         error = grown.facts.relative_error[task]

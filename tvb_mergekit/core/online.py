@@ -51,7 +51,7 @@ class Buffer:
         basis_weights: w [M] with sum_m w_m B_m = the sum of all task vectors, else None.
         norms: [T], ||tau_i||.
         errors: [2, T], bounds of ||tau_hat_i - tau_i||.
-        exact: the bases are B = T E up to rounding. Otherwise they are codes of the task vectors,
+        exact: the bases are B = T E up to rounding. Otherwise they are the task vectors or samples,
             and may be more than the budget.
     """
 

@@ -16,7 +16,6 @@ from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.settings import VARYING_KEYS
 from tvb_mergekit.store import addition
 from tvb_mergekit.store.addition import Growth
-from tvb_mergekit.store.build import build_store
 from tvb_mergekit.store.facts import Compression, FileRecord, StoreFacts, StoreRecord
 from tvb_mergekit.store.recipes import times
 from tvb_mergekit.store.report import LOSSES
@@ -35,16 +34,12 @@ def add_to_store(
 ) -> Bases:
     """Add the one model of `inputs` to the store at `path`, which is made if it does not exist.
 
-    The model joins a store of all tasks as codes, unless `growth` has a budget.
+    The model joins a store of all tasks, unless `growth` has a budget.
 
     Raises:
         UserError: another base, tensors that differ from the store's, a task name that is there,
             a budget that does not fit, no room, a doubt. The store stays as it was.
     """
-    if growth.bits and not is_store(path):
-        keeping = inputs.settings.model_copy(update={"basis": "none", "num_bases": None})
-        new = replace(inputs, settings=keeping)
-        return build_store(new, path, engine, quantize=growth.bits, warn=growth.doubt)
     with changing(path, new=True) as writer:
         if is_store(writer.store):
             bases = load(writer.store)
@@ -63,7 +58,7 @@ def add_in_memory(
     """Add the one model of `inputs` to bases, which are not changed, as state dicts."""
     bases = bases or _empty(inputs, growth.dtype)
     addition.check_new(bases, inputs)
-    growth.keeps_all(bases)  # False: codes are always on disk
+    growth.keeps_all(bases)  # False: stores of all tasks are always on disk
     return _Addition(bases, inputs, growth, engine).in_memory()
 
 
@@ -107,11 +102,6 @@ def _empty(inputs: TaskSet, dtype: torch.dtype) -> Bases:
 def _compression(bases: Bases, inputs: TaskSet, growth: Growth) -> Compression:
     """The way in which a full store makes room. Raise UserError if the store cannot grow so."""
     store, where = bases.facts.store, bases.place
-    if store.codec == "codes" and not bases.keeps_tasks:
-        raise UserError(
-            f"{where} holds bases at {counted(bases.facts.bits or 0.0, 'bit')}, which would lose "
-            "more with every task: build a store without --bits, or with `basis: none`"
-        )
     if store.codec == "lossless" and inputs.adapters:
         raise UserError(
             f"{where} holds models, and that of task `{inputs.tasks[0]}` is an adapter: fuse it "
@@ -171,7 +161,7 @@ class _Addition:
     def __init__(self, bases: Bases, inputs: TaskSet, growth: Growth, engine: Engine) -> None:
         self.started = time.perf_counter()
         self.bases, self.inputs, self.growth, self.engine = bases, inputs, growth, engine
-        self.exact = not bases.keeps_tasks  # else the vectors are codes of the task vectors
+        self.exact = not bases.keeps_tasks  # else the vectors are the task vectors, or samples
         self.dtype = bases.dtype if self.exact else growth.dtype
         self.how = _compression(bases, inputs, growth)
         self.budget = _budget(bases, growth)
@@ -187,8 +177,8 @@ class _Addition:
             sum(item.numel for item in self.items),
             held["encoder"],
             held["decoder"],
-            # The Gram matrix of codes and samples is of the task vectors before them.
-            held.get("gram") if bases.facts.store.codec not in ("codes", "sampled") else None,
+            # The Gram matrix of samples is of the task vectors before them.
+            held.get("gram") if bases.facts.store.codec != "sampled" else None,
             held.get("basis_weights"),
             held["norms"],
             held["errors"],
@@ -207,7 +197,7 @@ class _Addition:
     def write(self, writer: StoreWriter) -> Bases:
         """Write and publish the new store."""
         bases, items, matrix = self.bases, self.items, self.matrix
-        config = self.inputs.folder  # of a new store; and a store of codes lacks the tokenizer
+        config = self.inputs.folder  # of a new store; and a store of all tasks lacks the tokenizer
         if bases.path is not None and self.exact:
             config = addition.config_of(bases)
         if not self.exact:

@@ -19,20 +19,18 @@ from torch import Tensor
 from tvb_mergekit.core.basis import UNRELATED_RATIO, unlike
 from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.gram import GramSums
-from tvb_mergekit.core.quantize import BITS
 from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.settings import check_tasks
 from tvb_mergekit.store import forms
 from tvb_mergekit.store.export import write_originals
 from tvb_mergekit.store.facts import FileRecord
-from tvb_mergekit.store.forms import LEAST, Quantize, check_kept, keeping_of
+from tvb_mergekit.store.forms import check_kept, keeping_of
 from tvb_mergekit.store.store import Bases, load, open_vector, read_store_facts
 from tvb_mergekit.store.vectors import Vectors, local_path, write_vectors
 from tvb_mergekit.store.writer import StoreWriter, changing
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.lossless import Lossless
 from tvb_mergekit.tensors.passes import gram_pass
-from tvb_mergekit.tensors.quantized import Codes, Coding
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -48,24 +46,15 @@ class Growth:
         budget: the most bases that the store may hold; a store of all tasks then becomes bases.
         compress: `ae` or `balanced`.
         dtype: of a new store.
-        bits: of the new task in a store of all tasks.
         doubt: called with each doubt, such as a model unlike the base; may raise to refuse.
         tell: called with the effect on the tasks that are there, before anything is written.
-
-    Raises:
-        UserError: bits together with a budget or a compression.
     """
 
     budget: int | None = None
     compress: str | None = None
     dtype: torch.dtype = torch.float32
-    bits: Quantize | None = None
     doubt: Callable[[str], object] = LOG.warning
     tell: Callable[[str], object] = LOG.info
-
-    def __post_init__(self) -> None:
-        if self.bits and (self.budget or self.compress):
-            raise UserError("--bits goes with none of --budget, --compress, --dtype")
 
     def keeps_all(self, bases: Bases) -> bool:
         """Whether the new task joins the task vectors of a store. It refuses bad choices."""
@@ -74,23 +63,7 @@ class Growth:
                 raise UserError(
                     f"--compress: {bases.place} keeps all tasks; --budget M turns them into bases"
                 )
-            if self.bits and bases.facts.store.codec != "codes":
-                raise UserError(
-                    f"--bits: {bases.place} is {bases.facts.store.codec}, and keeps the new task "
-                    "as the others; leave --bits out"
-                )
-            if self.bits and (self.bits.bits or 0) < LEAST:
-                known = ", ".join(str(bits) for bits in BITS if bits >= LEAST)
-                raise UserError(
-                    f"--bits {self.bits.bits:g}: a sample does not join the codes of "
-                    f"{bases.place}; give {known}"
-                )
             return True
-        if self.bits:
-            raise UserError(
-                f"{bases.place}: --bits is for stores of all tasks (`tvb build --bits`), not "
-                "of bases"
-            )
         return False
 
 
@@ -204,23 +177,14 @@ def join(
     sums = new_sums(bases, inputs, items, growth.doubt, engine)
     matrix = torch.tensor([inputs.weights], dtype=torch.float64)
 
-    newest, share = bases.vectors[-1], 0.0
-    coding: Coding
-    if isinstance(newest, Lossless):
-        share = newest.sample.share
-        standing = {"basis": "none", "seed": bases.settings.seed}
-        settings = inputs.settings.model_copy(update=standing)
-        kept = replace(inputs, settings=settings, items=items)
-        check_kept(kept, share)
-        coding = keeping_of(kept, share)
-        told = "without loss" if share == 1 else f"with {100 * share:.3g} % of its entries"
-    else:
-        assert isinstance(newest, Codes)
-        norm, one = float(sums.gram[0, 0]) ** 0.5, torch.ones(1, dtype=torch.float64)
-        width = next(iter(newest.widths.values())).bits
-        width = width if growth.bits is None else int(growth.bits.bits or 0)
-        coding = forms.coding_of(items, [norm], one, width)
-        told = f"at {counted(width, 'bit')}"
+    newest = bases.vectors[-1]
+    assert isinstance(newest, Lossless)
+    share = newest.sample.share
+    standing = {"basis": "none", "seed": bases.settings.seed}
+    kept = replace(inputs, settings=inputs.settings.model_copy(update=standing), items=items)
+    check_kept(kept, share)
+    coding = keeping_of(kept, share)
+    told = "without loss" if share == 1 else f"with {100 * share:.3g} % of its entries"
     growth.tell(f"{inputs.tasks[0]} joins {counted(count, 'task')} {told}; they stay as they are")
     old = bases.facts.store.folders
     folders = [*old, *forms.slugs(inputs.tasks, [*forms.RESERVED, *old])]
@@ -232,23 +196,19 @@ def join(
     own = {"errors": torch.zeros(2, 1, dtype=torch.float64)}
     if share == 1:
         found |= write_originals(writer.folder, new, replace(inputs, items=items), engine)
-    else:  # the last column would be of the sum of all tasks, which nobody has measured
-        weights = inputs.weights if share else None
-        own = {n: of[:, :1] for n, of in forms.measured_tensors(measured, weights).items()}
+    else:
+        own = forms.measured_tensors(measured, inputs.weights)
         own["errors"] = forms.lost(own).expand(2, 1)
-    tensors = {name: torch.cat([bases.tensors[name][:, :count], own[name]], 1) for name in own}
+    tensors = {name: torch.cat([bases.tensors[name], own[name]], 1) for name in own}
     vectors = [open_vector(writer.folder / name, bases.facts.store.codec) for name in folders]
     for vector in vectors:
         vector.base = inputs.base
-    scales = torch.cat(
-        [bases.scales, torch.tensor(inputs.weights if share else [1.0], dtype=torch.float64)]
-    )
-    tensors["gram_bases"] = forms.stored_gram(vectors, folders, engine) * scales.outer(scales)
-    if 0 < share < 1:  # the products of the models themselves, where they are known
-        tensors["gram_bases"][:count, :count] = bases.tensors["gram_bases"]
-        tensors["gram_bases"][count, count] = sums.gram[0, 0]
-    if share:
-        tensors["gram"] = tensors["gram_bases"].clone()
+    scales = torch.cat([bases.scales, torch.tensor(inputs.weights, dtype=torch.float64)])
+    gram = gram_pass(forms.items_of(vectors), folders, engine).gram * scales.outer(scales)
+    if share < 1:  # the products of the models themselves, where they are known
+        gram[:count, :count] = bases.tensors["gram_bases"]
+        gram[count, count] = sums.gram[0, 0]
+    tensors |= {"gram_bases": gram, "gram": gram.clone()}
     history = grown_history(bases, inputs, sums, started)
     inputs.check_unchanged()
     return _commit(writer, vectors, folders, {**files, **found}, history, tensors)
@@ -266,8 +226,8 @@ def remove_task(path: str | os.PathLike[str], task: str) -> Bases:
         if not facts.keeps_tasks:
             raise UserError(
                 f"{path}: it holds {facts.num_bases} bases, from which no task can be taken out; "
-                "`tvb undo` takes back the last addition; a store by --lossless, --bits or --keep "
-                "can remove tasks"
+                "`tvb undo` takes back the last addition; a store by --lossless or --keep can "
+                "remove tasks"
             )
         if len(facts.tasks) == 1 and task in facts.tasks:
             raise UserError(f"{path}: {task!r} is its only task; delete the folder instead")
@@ -317,9 +277,6 @@ def _commit(
     if "gram" in tensors:
         tensors["eigenvalues"] = torch.from_numpy(Gram.of(tensors["gram"]).values.copy())
     store = {**history["store"], "budget": count, "basis_weights": [1.0] * count}
-    codes = [vector for vector in vectors if isinstance(vector, Codes)]
-    numel = sum(info.numel for info in vectors[0].tensors.values())
-    mean = sum(each.bits_of(name) for each in codes for name in each.tensors) / (count * numel)
     codec, dtype, density = store["codec"], store["dtype"], history.get("density")
-    made = Vectors(tensors, folders, files, dtype, codec, mean, density)
+    made = Vectors(tensors, folders, files, dtype, codec, density)
     return writer.commit(made, {**history, "store": store})

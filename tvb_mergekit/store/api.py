@@ -26,7 +26,7 @@ from tvb_mergekit.store import store
 from tvb_mergekit.store.add import add_in_memory, add_to_store
 from tvb_mergekit.store.addition import Growth, remove_task
 from tvb_mergekit.store.build import build_in_memory, build_store
-from tvb_mergekit.store.forms import Quantize, kept_share, sums_of
+from tvb_mergekit.store.forms import kept_share, sums_of
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.store.writer import undo_change
 from tvb_mergekit.tensors.checkpoint import Checkpoint
@@ -66,14 +66,12 @@ def build(
     *,
     weights: Mapping[str, float] | None = None,
     dtype: torch.dtype | None = None,
-    bits: float | None = None,
-    size: int | None = None,
     lossless: bool = False,
     keep: float | None = None,
     device: Device = "cpu",
     **settings: Any,
 ) -> Bases:
-    """Compress T task vectors into M bases, or keep each at a few bits an element.
+    """Compress T task vectors into M bases, or keep all of them.
 
     Args:
         base: theta_0.
@@ -81,9 +79,6 @@ def build(
         out: The path of the store to write. Without it the bases are state dicts in memory.
         weights: Task -> scale of its task vector; 1 by default.
         dtype: float32 (default), bfloat16 or float16, of the bases.
-        bits: Bits of an element in the store `out`, instead of `dtype`: 8, 4, 3, 2, 1, or a mean.
-            Unless `settings` name a basis, the store keeps all task vectors.
-        size: The most bytes of the store, instead of `bits`.
         lossless: Keep the models in the store `out` to the bit, as differences from the base.
         keep: Keep a random share of the entries of each task vector in the store `out`, exact and
             times 1 / share.
@@ -113,22 +108,13 @@ def build(
     engine = Engine([device_of(device)])
     inputs = _inputs(base, models, weights or {}, settings)
     told: list[str] = []
-    quantize = None if bits is None and size is None else Quantize(bits, size)
-    share, dtype = kept_share(lossless, keep, quantize, dtype), dtype or torch.float32
-    if (quantize or share) and not inputs.settings.names_a_basis:
+    share, dtype = kept_share(lossless, keep, dtype), dtype or torch.float32
+    if share and not inputs.settings.names_a_basis:
         inputs.settings = inputs.settings.model_copy(update={"basis": "none"})
     if out is not None:
-        built = build_store(
-            inputs,
-            out,
-            engine,
-            dtype=dtype,
-            quantize=quantize,
-            keep=share,
-            warn=told.append,
-        )
-    elif quantize or share:
-        raise UserError("`bits`, `size`, `lossless` and `keep` are for a store on disk: give `out`")
+        built = build_store(inputs, out, engine, dtype=dtype, keep=share, warn=told.append)
+    elif share:
+        raise UserError("`lossless` and `keep` are for a store on disk: give `out`")
     else:
         built = build_in_memory(inputs, engine, dtype=dtype, warn=told.append)
     for line in told:
@@ -157,7 +143,6 @@ def add(
     budget: int | None = None,
     compress: str | None = None,
     dtype: torch.dtype = torch.float32,
-    bits: float | None = None,
     device: Device = "cpu",
     **settings: Any,
 ) -> Bases:
@@ -175,7 +160,6 @@ def add(
         budget: The most bases; by default the previous budget.
         compress: `ae` as in the paper, or `balanced`, which keeps the sum of all tasks.
         dtype: The dtype of new bases. Existing bases keep theirs.
-        bits: Bits of the new task in a store of all tasks; by default the store's.
         settings: The recipe's keys for new bases.
 
     Warns:
@@ -200,8 +184,7 @@ def add(
         settings.setdefault("basis", compress)
     inputs = _inputs(base, {task: model}, {task: weight}, {**settings, "num_bases": 1})
     told: list[str] = []
-    quantize = None if bits is None else Quantize(bits)
-    growth = Growth(budget, compress, dtype, quantize, told.append)
+    growth = Growth(budget, compress, dtype, told.append)
     if where is None:
         grown = add_in_memory(found, inputs, growth, engine)
     else:

@@ -30,7 +30,7 @@ from tvb_mergekit.errors import UserError, megabytes
 from tvb_mergekit.store import forms
 from tvb_mergekit.store.export import write_originals
 from tvb_mergekit.store.facts import Facts
-from tvb_mergekit.store.forms import Form, Quantize, check_kept, form_of, keeping_of
+from tvb_mergekit.store.forms import check_kept, keeping_of
 from tvb_mergekit.store.report import tensors_of
 from tvb_mergekit.store.store import Bases, dtype_name
 from tvb_mergekit.store.vectors import (
@@ -38,11 +38,9 @@ from tvb_mergekit.store.vectors import (
     dense_vectors,
     facts_of,
     folders_of,
-    held_gram,
     history_of,
     in_memory,
     numbers_of_bases,
-    sizes_of,
     write_vectors,
 )
 from tvb_mergekit.store.writer import StoreWriter, check_movable, lock
@@ -50,7 +48,6 @@ from tvb_mergekit.tensors import cache, ranks
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.merging import encoded_by, sums_of
 from tvb_mergekit.tensors.output import check_new_folder
-from tvb_mergekit.tensors.quantized import Codes, Coding
 from tvb_mergekit.tensors.taskset import TaskSet
 
 LOG = logging.getLogger(__name__)
@@ -66,7 +63,6 @@ def build_store(
     engine: Engine = Engine(),
     *,
     dtype: torch.dtype = torch.float32,
-    quantize: Quantize | None = None,
     keep: float = 0,
     resume: bool = False,
     warn: Warn = LOG.warning,
@@ -75,7 +71,6 @@ def build_store(
 
     Args:
         dtype: float32, bfloat16 or float16, of the stored bases.
-        quantize: Store codes instead, which are read as float32.
         keep: Store this share of the entries of each task vector instead, exact. With 1 these are
             the models themselves, to the bit.
         resume: Continue `out`.partial if it exists.
@@ -89,16 +84,13 @@ def build_store(
     world, out = ranks.world(), Path(os.path.realpath(out))
     world.first(lambda: check_interrupted(out))
     check_movable(out)
-    form = Form(share=keep)
-    if quantize is not None:
-        dtype, form = torch.float32, world.share(lambda: form_of(inputs, quantize))
-    if form.share:
-        check_kept(inputs, form.share)
+    if keep:
+        check_kept(inputs, keep)
     with ExitStack() as stack:
         if world.leads:
             stack.callback(lock(out).release)
         world.agree([item.name for item in inputs.items])
-        unfinished = _Unfinished(inputs, out, dtype, form, resume)
+        unfinished = _Unfinished(inputs, out, dtype, keep, resume)
         started = time.perf_counter()
         known = world.share(unfinished.sums)
         sums = known or sums_of(inputs, engine)
@@ -110,9 +102,9 @@ def build_store(
         partial, folders = unfinished.folder, folders_of(basis)
         world.check_shared(partial)
         items = [replace(item, out=dtype) for item in inputs.items]
-        if any(form) and basis.settings.basis == "none":
+        coding = keeping_of(inputs, keep) if keep else None
+        if coding:
             folders = forms.slugs(inputs.tasks, forms.RESERVED)
-        coding = _coding(basis, inputs, form)
         stored = len(folders) * sum(item.numel * item.out.itemsize for item in items)
         if stored > inputs.model_bytes and coding is None:
             more = megabytes(stored - inputs.model_bytes)
@@ -136,27 +128,16 @@ def build_store(
         if coding is None:
             vectors = dense_vectors(inputs, basis, dtype, files)
         else:
-            names = folders[: basis.encoding.num_bases]
-            numbers = _numbers(
-                inputs, basis, measured, form, [partial / name for name in names], engine
-            )
-            stored_as = dtype_name(inputs.own_dtype) if form.share == 1 else "float32"
-            share = form.share if form.codec == "sampled" else None
-            vectors = Vectors(
-                numbers, folders, files, stored_as, form.codec, form.bits or None, share
-            )
+            numbers = _numbers(inputs, basis, measured, keep)
+            if keep == 1:
+                own = dtype_name(inputs.own_dtype)
+                vectors = Vectors(numbers, folders, files, own, "lossless")
+            else:
+                vectors = Vectors(numbers, folders, files, "float32", "sampled", keep)
         world.dismiss()
-        if form.share == 1:
+        if keep == 1:
             rest = write_originals(partial, folders, inputs, engine)
             vectors = replace(vectors, files={**files, **rest})
-        taken = sum(record.bytes for record in vectors.files.values())
-        if quantize is not None and quantize.size is not None and taken > quantize.size:
-            fewer = 0.95 * form.share * quantize.size / taken
-            instead = f"--keep {fewer:.2g}" if fewer else "a larger size"
-            raise UserError(
-                f"--size {quantize.size:,} bytes: the files take {taken:,}; give {instead}, "
-                f"and delete {partial}"
-            )
         inputs.check_unchanged()
         bases = StoreWriter(out, partial).commit(vectors, history_of(inputs, basis))
         unfinished.forget()
@@ -201,39 +182,15 @@ def encoder_matrix(basis: Basis) -> Tensor:
     return torch.cat([basis.weighted_encoder, mean], dim=1)
 
 
-def _coding(basis: Basis, inputs: TaskSet, form: Form) -> Coding | None:
-    if form.share:
-        return keeping_of(inputs, form.share)
-    if not form.bits:
-        return None
-    _, sizes, _, _ = sizes_of(basis, held_gram(inputs, basis))
-    shares = torch.ones(len(sizes), dtype=torch.float64)
-    shares[basis.encoding.num_bases :] = 0  # PCA's mean is in no sum
-    return forms.coding_of(inputs.items, sizes.tolist(), shares, form.bits)
-
-
 def _numbers(
-    inputs: TaskSet,
-    basis: Basis,
-    measured: Sequence[Sequence[float]],
-    form: Form,
-    vectors: Sequence[Path],
-    engine: Engine,
+    inputs: TaskSet, basis: Basis, measured: Sequence[Sequence[float]], share: float
 ) -> dict[str, Tensor]:
-    """`basis.safetensors` of vectors in a code: as they are decoded.
-
-    `gram_bases` of a lossless or sampled store is of the models themselves.
-    """
-    own, lost = dict[str, Tensor](), torch.zeros(len(vectors), dtype=torch.float64)
-    if form.share < 1:
-        own = forms.measured_tensors(measured, basis.weights if form.share else None)
-        lost = forms.lost(own)[: None if form.share else -1]
-    tensors = numbers_of_bases(inputs, basis, torch.float32, lost) | own
-    if form.bits:
-        names = [vector.name for vector in vectors]
-        gram = forms.stored_gram([Codes.open(vector) for vector in vectors], names, engine)
-        tensors["gram_bases"] = gram
-    return tensors
+    """`basis.safetensors` of kept task vectors; `gram_bases` is of the models themselves."""
+    if share == 1:
+        none = torch.zeros(len(basis.tasks), dtype=torch.float64)
+        return numbers_of_bases(inputs, basis, torch.float32, none)
+    own = forms.measured_tensors(measured, basis.weights)
+    return numbers_of_bases(inputs, basis, torch.float32, forms.lost(own)) | own
 
 
 class _Unfinished:
@@ -248,7 +205,7 @@ class _Unfinished:
         inputs: TaskSet,
         out: Path,
         dtype: torch.dtype,
-        form: Form,
+        keep: float,
         resume: bool,
     ) -> None:
         world, self.inputs, self.out = ranks.world(), inputs, out
@@ -262,7 +219,7 @@ class _Unfinished:
             "settings": inputs.settings.model_dump(mode="json"),
             "tasks": list(inputs.tasks),
             "processes": world.size,
-            "form": list(form),
+            "keep": keep,
         }
         self.state = {"inputs": cache.key_of(begun)}
         self.resuming = world.share(lambda: self._can_resume(out, resume))
@@ -292,8 +249,8 @@ class _Unfinished:
             raise UserError(f"--resume: {self.folder} cannot be continued; delete it") from error
         if not same:
             raise UserError(
-                f"--resume: {self.folder} was begun with other models, settings, --dtype, --bits, "
-                "--size, --keep, --lossless or number of processes, or with another PyTorch; start "
+                f"--resume: {self.folder} was begun with other models, settings, --dtype, --keep, "
+                "--lossless or number of processes, or with another PyTorch; start "
                 "again without --resume"
             )
 

@@ -34,9 +34,8 @@ CHECKSUM = "checksum"
 FREE = ("base_model", "models", "base_path", "base_beside", "seconds")
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
-Codec = Literal["dense", "codes", "sparse", "lossless", "sampled"]
-EXACT = ("lossless", "sampled")  # hold entries of the models, without the weights of the tasks
-OF_TASKS = ("codes", *EXACT)  # a store of these keeps all tasks if its basis is none
+Codec = Literal["dense", "sparse", "lossless", "sampled"]
+EXACT = ("lossless", "sampled")  # hold entries of all models, without the weights of the tasks
 Compression = Literal["ae", "balanced"]
 Count = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -149,7 +148,7 @@ class StoreFacts(Facts):
     @property
     def keeps_tasks(self) -> bool:
         """Whether each vector is a task vector, in a folder of the task's name."""
-        return self.store.codec in OF_TASKS and self.parameters["basis"] == "none"
+        return self.store.codec in EXACT
 
     def folders_of(self, task: str = "") -> list[str]:
         """The folders of the vectors that a task needs; of all without a task."""

@@ -6,13 +6,12 @@ They follow from `basis.json` (`facts`) and `basis.safetensors` (`tensors`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tvb_mergekit.core.encoders import Gram
@@ -20,17 +19,14 @@ from tvb_mergekit.core.encoders.balanced import completion
 from tvb_mergekit.core.encoders.linear import NULL
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.facts import (
-    OF_TASKS,
     TENSORS,
     Facts,
     StoreFacts,
     check_shapes,
     weight_bytes,
 )
-from tvb_mergekit.store.forms import KINDS_OF_TENSORS, OTHER, group_of
 from tvb_mergekit.store.report import cosines, row_sums
 from tvb_mergekit.store.store import Bases
-from tvb_mergekit.tensors.quantized import Decoded
 
 SHARES = (0.8, 0.9, 0.95, 0.99)  # of the energy; the smallest M is reported for each
 
@@ -50,69 +46,42 @@ class Choice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Loss:
-    """Bytes and error of a vector, or of a group of tensors in all vectors, as codes.
-
-    `bits` is the mean of an element. `relative_error` is None if the norm is zero.
-    """
+class Vector:
+    """Bytes, mean bits of an element and relative error of a task vector in a store."""
 
     name: str
     bytes: int
     bits: float
-    relative_error: float | None
+    relative_error: float
 
 
 @dataclass(frozen=True)
-class Losses:
-    """Errors of the codes of a store.
+class Kept:
+    """What a store of all tasks keeps of each.
 
     Attributes:
-        vectors: One for each task, or for B0, B1 ... and PCA's mean.
-        sum: The relative error of the sum of the vectors. None after `tvb add` or `tvb remove`,
-            which do not measure it.
-        groups: One for each group of KINDS_OF_TENSORS that the model has.
+        sum: The relative error of the sum of the vectors, which addition adds.
     """
 
-    vectors: list[Loss]
-    sum: float | None
-    groups: list[Loss]
+    vectors: list[Vector]
+    sum: float
 
 
-def losses(bases: Bases) -> Losses | None:
-    """Errors of the codes of a store; None without codes."""
-    facts, tensors = bases.facts, bases.tensors
-    if facts.store.codec not in OF_TASKS:
+def kept_of(bases: Bases) -> Kept | None:
+    """What a store keeps of each task; None for bases."""
+    facts = bases.facts
+    if not facts.keeps_tasks:
         return None
-    vectors = cast("list[Decoded]", bases.sources)
-    held = [[vector.bytes_of(name) for vector in vectors] for name in bases.names]
-    squares = errors = np.zeros((len(held), len(vectors)))
-    if "tensor_errors" in tensors:
-        squares, errors = tensors["tensor_squares"].numpy(), tensors["tensor_errors"].numpy()
-    sizes = [vectors[0].tensors[name].numel for name in bases.names]
-    numels = np.broadcast_to(np.array(sizes)[:, None], (len(sizes), len(vectors)))
-    bits = np.array([[vector.bits_of(name) for vector in vectors] for name in bases.names])
-    exact = facts.store.codec == "lossless"
-
-    def loss(name: str, nbytes: int, rows: Sequence[int] | slice, columns: int | slice) -> Loss:
-        elements = max(int(numels[rows, columns].sum()), 1)
-        mean = float(bits[rows, columns].sum()) / elements
-        ratio = _ratio(errors[rows, columns], squares[rows, columns])
-        return Loss(name, nbytes, mean, 0.0 if exact else ratio)
-
-    of_vectors = [
-        loss(label, weight_bytes(facts.store.files, f"{folder}/"), slice(None), place)
-        for place, (label, folder) in enumerate(zip(bases.labels, facts.store.folders, strict=True))
-    ]
-    of_groups, known = [], errors.shape[1] > len(vectors)
-    for group in (*KINDS_OF_TENSORS, OTHER):
-        rows = [row for row, name in enumerate(bases.names) if group_of(name) == group]
-        if rows:
-            nbytes = sum(sum(held[row]) for row in rows)
-            of_groups.append(loss(group, nbytes, rows, slice(len(vectors))))
-    total = _ratio(errors[:, -1], squares[:, -1]) if known else None
-    if facts.store.codec == "sampled":  # errors of independent samples add up in squares
-        total = _ratio(errors, tensors["gram_bases"].sum().numpy())
-    return Losses(of_vectors, total, of_groups)
+    made = []
+    for task, folder in zip(bases.tasks, facts.store.folders, strict=True):
+        nbytes = weight_bytes(facts.store.files, f"{folder}/")
+        bits = 8 * nbytes / max(facts.num_parameters, 1)
+        made.append(Vector(task, nbytes, bits, facts.relative_error[task]))
+    if "tensor_errors" not in bases.tensors:
+        return Kept(made, 0.0)
+    # errors of independent samples add up in squares
+    errors, square = bases.tensors["tensor_errors"].sum(), bases.tensors["gram_bases"].sum()
+    return Kept(made, float((errors / square).sqrt()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,9 +90,9 @@ class Inspection:
 
     Args:
         tensors: float64 on the CPU, as in `docs/files.md`. A store that has grown online, and
-            bases over codes or samples, have no `gram` and no `eigenvalues`.
+            bases over samples, have no `gram` and no `eigenvalues`.
         built: false if the facts describe a recipe before its merge.
-        codes: errors of the codes of a quantized store.
+        kept: what a store of all tasks keeps of each.
 
     Raises:
         UserError: a shape does not fit the facts, or a tensor is missing or not finite.
@@ -132,11 +101,11 @@ class Inspection:
     facts: Facts
     tensors: Mapping[str, Tensor]
     built: bool = True
-    codes: Losses | None = None
+    kept: Kept | None = None
 
     @classmethod
     def of(cls, bases: Bases) -> Inspection:
-        return cls(bases.facts, bases.tensors, codes=losses(bases))
+        return cls(bases.facts, bases.tensors, kept=kept_of(bases))
 
     def __post_init__(self) -> None:
         check_shapes(TENSORS, len(self.tasks), self.num_bases, self.tensors)
@@ -290,7 +259,7 @@ class Inspection:
             return "none: one task"
         if self.facts.store and self.facts.store.added:
             return "not known: the store has grown online"
-        return "not known: the bases are of codes or samples" if self.facts.store else "not known"
+        return "not known: the bases are of samples" if self.facts.store else "not known"
 
 
 def as_json(inspection: Inspection) -> dict[str, Any]:
@@ -312,7 +281,7 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         "base_norm": inspection.base_norm,
         "norms": inspection.norms,
         "sizes": inspection.sizes,
-        "codes": None if inspection.codes is None else asdict(inspection.codes),
+        "kept": None if inspection.kept is None else asdict(inspection.kept),
         "cosines": values.tolist(),
         "cosines_of": of,
         "choices": [choice._asdict() for choice in inspection.choices],
@@ -325,9 +294,3 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         },
         **{name: tensors[name].tolist() if name in tensors else None for name in matrices},
     }
-
-
-def _ratio(errors: NDArray[np.float64], squares: NDArray[np.float64]) -> float | None:
-    """The relative norm of errors, from squared norms."""
-    whole = float(squares.sum())
-    return math.sqrt(float(errors.sum()) / whole) if whole > 0 else None

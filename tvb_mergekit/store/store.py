@@ -37,7 +37,7 @@ from tvb_mergekit.store.facts import (
 )
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
 from tvb_mergekit.tensors.lossless import Lossless, Sampled
-from tvb_mergekit.tensors.quantized import Codes, Decoded
+from tvb_mergekit.tensors.quantized import Decoded
 from tvb_mergekit.tensors.source import Absent, StateDict, Weights
 from tvb_mergekit.tensors.sparse import Sparse
 from tvb_mergekit.tensors.writing import MARKER
@@ -348,7 +348,6 @@ def numbers_of(facts: StoreFacts) -> dict[str, Tensor]:
 
 
 CODECS: Mapping[str, type[Decoded]] = {
-    "codes": Codes,
     "sparse": Sparse,
     "lossless": Lossless,
     "sampled": Sampled,

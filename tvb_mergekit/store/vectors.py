@@ -38,7 +38,6 @@ from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.lossless import Keeping, keep_pass
 from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.passes import combine_pass
-from tvb_mergekit.tensors.quantized import Coding
 from tvb_mergekit.tensors.source import StateDict
 from tvb_mergekit.tensors.stream import Item, Sink
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -60,7 +59,7 @@ COMPRESSED_BY: dict[str, Compression] = {
     "none": "ae",
     "rand_select": "ae",
 }
-MEASURED = ("bits", "bytes", "density", "relative_error")  # the keys of codes and masks
+MEASURED = ("bits", "bytes", "density", "relative_error")  # the keys of codecs
 # Files of the base that a vector needs next to its weights, to be loaded and merged by mergekit.
 COPIED = (
     "generation_config.json tokenizer.json tokenizer.model tokenizer_config.json "
@@ -80,8 +79,7 @@ class Vectors:
         folders: One for each of the M vectors, and one for PCA's mean.
         files: Path below the store -> size and checksum.
         dtype: The dtype of decoded vectors.
-        codec: `dense` (tensors of a model), `codes`, `sparse` or `lossless`.
-        bits: The mean bits of an element of codes.
+        codec: `dense` (tensors of a model), `sparse`, `lossless` or `sampled`.
         density: The share of entries that are not zero in sparse vectors, or that are sampled.
     """
 
@@ -90,7 +88,6 @@ class Vectors:
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     dtype: DtypeName = "float32"
     codec: Codec = "dense"
-    bits: float | None = None
     density: float | None = None
 
 
@@ -108,13 +105,10 @@ def facts_of(vectors: Vectors, history: Mapping[str, Any]) -> StoreFacts:
     if vectors.codec == "lossless":  # a model itself, and no sum
         errors = {task: {"at_least": 0.0, "at_most": 0.0} for task in errors}
     made = {key: history[key] for key in history if key not in MEASURED}
-    nbytes, bits = weight_bytes(vectors.files), vectors.bits
-    if vectors.codec in EXACT:
-        bits = 8 * nbytes / (len(vectors.folders) * history["num_parameters"])
     if vectors.codec != "dense":
-        made["bytes"] = nbytes
-    if bits is not None:
-        made["bits"] = bits
+        made["bytes"] = nbytes = weight_bytes(vectors.files)
+    if vectors.codec in EXACT:
+        made["bits"] = 8 * nbytes / (count * history["num_parameters"])
         made["relative_error"] = {task: error["at_most"] for task, error in errors.items()}
     if vectors.density is not None:
         made["density"] = vectors.density
@@ -165,21 +159,20 @@ def local_path(model: str) -> str | None:
 
 
 def numbers_of_bases(
-    tasks: TaskSet, basis: Basis, dtype: torch.dtype, coded: Tensor | None = None
+    tasks: TaskSet, basis: Basis, dtype: torch.dtype, lost: Tensor | None = None
 ) -> dict[str, Tensor]:
     """`basis.safetensors` of new bases that are stored in `dtype`.
 
-    `errors` are bounds of ||tau_hat_i - tau_i|| for exact sums of the vectors. Bases over codes or
-    samples that can grow have no `gram`: `tvb add` would compute errors by it, without what the
-    codes or samples lack.
+    `errors` are bounds of ||tau_hat_i - tau_i|| for exact sums of the vectors. Bases over samples
+    that can grow have no `gram`: `tvb add` would compute errors by it, without what samples lack.
 
     Args:
-        coded: The norm of the error of each vector's code, if the bases are coded instead.
+        lost: The norm of the error of each task vector, if these are kept instead.
     """
     tensors, lacking = tensors_of(basis), tasks.lacking
     if tasks.missed and basis.settings.basis in COMPRESSED_BY:
         del tensors["gram"], tensors["eigenvalues"]
-    measured = _measured(basis, held_gram(tasks, basis), dtype, coded)
+    measured = _measured(basis, held_gram(tasks, basis), dtype, lost)
     if tasks.sampled:
         lacking = lacking @ basis.encoding.reconstruction.abs()
     return {**tensors, **measured, "errors": of_sum(measured["errors"], lacking)}
@@ -195,22 +188,21 @@ def held_gram(tasks: TaskSet, basis: Basis) -> Tensor:
 
 
 def _measured(
-    basis: Basis, held: Tensor, dtype: torch.dtype, coded: Tensor | None = None
+    basis: Basis, held: Tensor, dtype: torch.dtype, lost: Tensor | None = None
 ) -> dict[str, Tensor]:
     """`gram_bases` [M, M], and bounds [2, T] of ||tau_hat_i - tau_i|| as `errors`.
 
     Args:
         held: `held_gram`. The basis itself has the Gram matrix of the task vectors.
-        dtype: As in `numbers_of_bases`, and `coded`.
+        dtype: As in `numbers_of_bases`, and `lost`.
     """
     encoding, gram = basis.encoding, basis.sums.gram
     low, high = errors_of(gram, encoding.reconstruction)
     products, sizes, terms, table = sizes_of(basis, held)
-    if coded is None:
-        coded = cast_loss(sizes, dtype, basis.sums.num_parameters)
-    elif basis.settings.basis == "none":  # each vector is a task's, and nothing else is lost
-        return {"gram_bases": products, "errors": torch.stack([coded, coded])}
-    moved = (coded + ARITHMETIC * terms) @ table.abs()
+    if lost is not None:  # each vector is a task's, and nothing else is lost
+        return {"gram_bases": products, "errors": torch.stack([lost, lost])}
+    cast = cast_loss(sizes, dtype, basis.sums.num_parameters)
+    moved = (cast + ARITHMETIC * terms) @ table.abs()
     errors = torch.stack([(low - moved).clamp(min=0), high + moved])
     return {"gram_bases": products, "errors": errors}
 
@@ -246,7 +238,7 @@ def write_vectors(
     engine: Engine,
     *,
     first: int = 0,
-    coding: Coding | None = None,
+    coding: Keeping | None = None,
     journals: Sequence[Path] = (),
 ) -> tuple[dict[str, FileRecord], list[list[float]]]:
     """Write vectors of a store; returns their files, and the norms that `coding` measured.
@@ -258,7 +250,7 @@ def write_vectors(
         matrix: the factors of the items' inputs in each vector.
         config: the folder of the configuration that the vectors get.
         first: the index of the first of these vectors in the store.
-        coding: of the vectors, if they are coded; `Keeping` writes the items' inputs themselves.
+        coding: of the vectors, if the items' inputs themselves are kept.
         journals: a file for each process, with the tensors that an interrupted build has written.
     """
     world = ranks.world()
@@ -268,7 +260,7 @@ def write_vectors(
     plan = plan_shards(items, limit, runs)
     every = world.share(lambda: [read_journal(journal) for journal in journals])
     every = every or [[] for _ in range(world.size)]
-    done, fixed = every[world.rank], coding is None or coding.fixed
+    done = every[world.rank]
     writers = [
         FolderWriter(
             place / name,
@@ -278,20 +270,20 @@ def write_vectors(
             world.rank,
             k,
             coding,
-            () if fixed else [int(each.measured[k]) for each in done],
+            [int(each.measured[k]) for each in done] if coding else (),
         )
         for k, name in enumerate(names)
     ]
     left = [run_of(plan, rank)[len(done) :] for rank, done in enumerate(every)]
     rest = chain.from_iterable(left)
-    size = sum(item.written(item.numel, k) for item in rest for k in range(len(names)))
-    check_disk(str(place), size if fixed else size // 4)
+    size = len(names) * sum(item.numel * item.width for item in rest)
+    check_disk(str(place), size // 4 if coding else size)
     journal = journals[world.rank] if journals else None
     sink = FoldersSink(writers, journal, coding, [each.measured for each in done])
-    if isinstance(coding, Keeping):
+    if coding:
         keep_pass(left[world.rank], coding, sink, engine)
     else:
-        _combine(left[world.rank], matrix, sink, engine, coding)
+        _combine(left[world.rank], matrix, sink, engine)
     records = world.collect([writer.whole() for writer in writers])
 
     def finish() -> dict[str, FileRecord]:
@@ -303,7 +295,7 @@ def write_vectors(
         return files
 
     measured = chain(*world.collect(sink.measured))
-    return world.share(finish), [each[0 if fixed else len(names) :] for each in measured]
+    return world.share(finish), [each[len(names) if coding else 0 :] for each in measured]
 
 
 def in_memory(
@@ -326,10 +318,9 @@ def _combine(
     matrix: Tensor,
     sink: Sink,
     engine: Engine,
-    coding: Coding | None = None,
 ) -> None:
     steps = dict.fromkeys((item.name for item in items), Linear.of(matrix))
-    combine_pass(items, steps, sink, engine, title="Bases", coding=coding)
+    combine_pass(items, steps, sink, engine, title="Bases")
 
 
 def copy_config(

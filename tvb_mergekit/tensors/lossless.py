@@ -21,7 +21,6 @@ import zstandard
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tvb_mergekit.core.quantize import Width
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import DTYPES, NAMES, Checkpoint
 from tvb_mergekit.tensors.engine import CPU, Engine
@@ -271,8 +270,6 @@ class Keeping(Coding):
     task vectors, then of errors.
     """
 
-    fixed = False
-
     def __init__(self, items: Sequence[Item], samples: Sequence[Draw] = ()) -> None:
         super().__init__()
         self.count = len(items[0].inputs) if items else 0
@@ -283,8 +280,8 @@ class Keeping(Coding):
         self._made: dict[tuple[str, int], list[NDArray[Any]]] = {}  # indices of pieces
         self._before: list[list[NDArray[Any]]] = [[] for _ in range(self.count)]  # of this tensor
 
-    def widths(self, name: str) -> tuple[Width, ...]:
-        return tuple(Width(8 * d.itemsize, BLOCK, INDEX.itemsize) for d in self._dtypes[name])
+    def widths(self, name: str) -> tuple[int, ...]:
+        return tuple(dtype.itemsize for dtype in self._dtypes[name])
 
     def described(self, output: int, items: Sequence[Item]) -> dict[str, Any]:
         sample, dtypes = self.samples[output], self._dtypes
@@ -348,7 +345,7 @@ def keep_pass(
 ) -> None:
     """Give `sink` every input of `keeping.coded` items to the bit, coded next to the base."""
     count = keeping.count
-    written = max((-(-count * item.widest(BLOCK) // BLOCK) for item in items), default=0)
+    written = count * max((item.width for item in items), default=0)
     engine = replace(engine, devices=[CPU])
     needs = Needs(count, read_width(items), written, kept=SCRATCH * 2)
     layout = plan_layout(needs, engine, block=BLOCK)

@@ -148,7 +148,7 @@ def _moved(part: Part, first: int) -> Part:
     def ahead(start: int, stop: int) -> None:
         part.ahead(first + start, first + stop)
 
-    return replace(part, read=read, ahead=ahead, packed=None)  # codes may not begin there
+    return replace(part, read=read, ahead=ahead)
 
 
 def merge_matrices(

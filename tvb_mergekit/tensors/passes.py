@@ -14,13 +14,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.gram import BLOCK, GramSums
+from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.merge import Linear, Step, check_output
 from tvb_mergekit.core.trim import Histogram, table_bytes
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.engine import CPU, Engine
 from tvb_mergekit.tensors.layout import FUSED, LONGEST, Layout, Needs, plan_layout, worker_count
-from tvb_mergekit.tensors.quantized import Coding
 from tvb_mergekit.tensors.stream import (
     Item,
     Piece,
@@ -132,18 +131,16 @@ def combine_pass(
     engine: Engine = Engine(),
     *,
     title: str = "Merged model",
-    coding: Coding | None = None,
     summing: RunningSums | None = None,
 ) -> None:
     """Combine theta_0 and the task vectors of each item by its step, in order.
 
-    Task vectors are formed and combined in float32, and cast once to `item.out`, or coded.
+    Task vectors are formed and combined in float32, and cast once to `item.out`.
 
     Args:
         steps: item -> step, all with the same number of outputs; an item without a step stays the
             base's.
         title: of the progress bar.
-        coding: of the outputs, if the items are written as codes.
         summing: of the Gram matrix, by the same pass; every input counts.
 
     Raises:
@@ -153,20 +150,17 @@ def combine_pass(
     outputs = every[0].count if every else 1
     rows = max((len(item.inputs) for item in items), default=0)
     extra = max((step.rows for step in every), default=1)
-    outs = {item.out for item in items if item.name in steps} if coding is None else {torch.float32}
+    outs = {item.out for item in items if item.name in steps}
     linear = all(isinstance(step, Linear) for step in every)
     fast = linear and fused(items, engine, *outs)
     compiled = summing is not None and fused(items, engine)
-    written = max((-(-outputs * item.widest(BLOCK) // BLOCK) for item in items), default=0)
-    # Coded outputs are float32 first, and need two more rows while they are measured.
-    uncoded = 0 if coding is None else 4 * (outputs + 2)
-    width = read_width(items, fast or compiled) + uncoded
-    needs = Needs(rows, width, written, extra, fused=fast)
+    written = outputs * max((item.width for item in items), default=0)
+    needs = Needs(rows, read_width(items, fast or compiled), written, extra, fused=fast)
     needs = summing.within(needs, compiled) if summing else needs
     layout = _planned(items, needs, engine, None)
 
     def work(device: torch.device) -> Callable[[Piece, Tensor], Sequence[GramSums]]:
-        buffer = PieceBuffer(layout.buffer_bytes - layout.piece * uncoded, device)
+        buffer = PieceBuffer(layout.buffer_bytes, device)
         combine: Combine
         if fast:
             combine = _combining_fused(rows, buffer, 0 if summing is None else layout.chunk)
@@ -187,17 +181,7 @@ def combine_pass(
                 check_output(piece.item.name, out, out.dtype)
             return sums
 
-        if coding is None:
-            return fill
-        values = torch.empty(outputs, layout.piece, dtype=torch.float32, device="cpu")
-
-        def encode(piece: Piece, out: Tensor) -> Sequence[GramSums]:
-            made = values[:, : piece.numel]
-            sums = fill(piece, made)
-            coding.encode(piece.item, piece.start, made, out)
-            return sums
-
-        return encode
+        return fill
 
     def done(piece: Piece, sums: Sequence[GramSums]) -> None:
         if summing is not None:
@@ -230,7 +214,7 @@ def _combining(chunks: Chunks) -> Combine:
         for place, base32, tau in chunks.walk(piece):
             values = computing(step)(base32, tau)
             # A copy from an accelerator would convert on the host, after the traffic of float32.
-            out[:, place].copy_(values.to(out.dtype) if chunks.packed else values)
+            out[:, place].copy_(values if chunks.device.type == "cpu" else values.to(out.dtype))
         return False, chunks.sums
 
     return combine
@@ -255,13 +239,12 @@ def fused(items: Sequence[Item], engine: Engine, *outputs: torch.dtype) -> bool:
 
 
 def read_width(items: Sequence[Item], held: bool = False) -> int:
-    """Bytes read for one element of the widest item, codes included.
+    """Bytes read for one element of the widest item.
 
     `held` also counts parts that are in memory: fused passes copy them.
     """
     read = [[p.dtype.itemsize for p in item.parts if held or not p.held] for item in items]
-    coded = any(part.packed is not None for item in items for part in item.inputs)
-    return max(map(sum, read), default=0) + 2 * coded
+    return max(map(sum, read), default=0)
 
 
 def _planned(items: Sequence[Item], needs: Needs, engine: Engine, workers: int | None) -> Layout:

@@ -1,4 +1,4 @@
-"""Vectors in a code: the interfaces of their readers and writers, and codes of `core.quantize`."""
+"""Vectors that are stored in a code: the interfaces of their readers and writers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.quantize import BITS, Width, block_bytes
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint, metadata_of
-from tvb_mergekit.tensors.source import Packed, TensorInfo, Weights
+from tvb_mergekit.tensors.source import TensorInfo, Weights
 from tvb_mergekit.tensors.stream import Item
 
 if TYPE_CHECKING:
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 VERSION = 1  # of the formats of encoded tensors
 Parsed = Iterable[tuple[str, torch.dtype, Sequence[int]]]  # tensors, their dtypes when read, shapes
 _MALFORMED = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError)
-SLICE = 2**14  # elements that are widened together
 
 
 class Decoded(Weights):
@@ -88,10 +85,6 @@ class Decoded(Weights):
         """The stored bytes of a tensor."""
         return sum(self.stored.tensors[name + part].nbytes for part in self.parts)
 
-    def bits_of(self, name: str) -> int:
-        """The bits of all elements of a tensor."""
-        return 8 * self.bytes_of(name)
-
     def damaged(self, name: str) -> UserError:
         file = self.folder / self.tensors[name].shard
         return UserError(f"{file}: tensor `{name}` is not what was stored; {RESTORE}")
@@ -107,72 +100,14 @@ class Decoded(Weights):
         return self.stored.nbytes
 
 
-class Codes(Decoded):
-    """One vector of a store as codes, read as float32. Thread-safe.
-
-    Attributes:
-        unit: of the vector, see `core.quantize`.
-        widths: of each tensor.
-    """
-
-    key, what = "tvb_codes", "codes"
-
-    def __init__(self, stored: Checkpoint) -> None:
-        self.unit, self.widths = 0.0, dict[str, Width]()
-        super().__init__(stored)
-
-    def _parse(self, said: Any) -> Parsed:
-        if self.unit not in (0.0, unit := float(said["unit"])):
-            raise ValueError("its unit is another one")
-        self.unit = unit
-        for name, (bits, shape) in said["tensors"].items():
-            self.widths[name] = Width(BITS[BITS.index(bits)])
-            yield name, torch.float32, shape
-
-    def _fits(self, name: str) -> bool:
-        return block_bytes(self.tensors[name].numel, self.widths[name]) == self.bytes_of(name)
-
-    def bits_of(self, name: str) -> int:
-        return self.widths[name].bits * self.tensors[name].numel  # without scales
-
-    def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
-        chunk, width = out[: stop - start], self.widths[name]
-        if start == stop:
-            return chunk
-        from tvb_mergekit.tensors import codes  # imports numba, which takes long
-
-        low, high = self.blocks_of(name, start, stop)
-        blocks = self.stored.read(name, low, high, torch.empty(high - low, dtype=torch.uint8))
-        skipped = start % width.group
-        codes.decode(blocks, width, self.unit, skipped, skipped + len(chunk), chunk)
-        return chunk
-
-    def packed(self, name: str) -> Packed:
-        return Packed(partial(self._blocks, name), self.unit, self.widths[name])
-
-    def _blocks(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
-        return self.stored.read(name, *self.blocks_of(name, start, stop), out)
-
-    def blocks_of(self, name: str, start: int, stop: int) -> tuple[int, int]:
-        """The range of bytes of these elements, from the beginning of their first group."""
-        width = self.widths[name]
-        return block_bytes(start // width.group * width.group, width), block_bytes(stop, width)
-
-    def ahead(self, name: str, start: int, stop: int) -> None:
-        if start < stop:
-            self.stored.ahead(name, *self.blocks_of(name, start, stop))
-
-
 class Coding(ABC):
     """The code in which a pass writes its outputs, and measurements of the pieces.
 
     Attributes:
         key: of the metadata of its files.
-        fixed: whether the bytes of a tensor are known before they are written.
     """
 
     key: str
-    fixed = True
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, int], list[float]] = {}  # each is set once and read once
@@ -186,8 +121,8 @@ class Coding(ABC):
         return [replace(i, out=torch.uint8, widths=self.widths(i.name)) for i in items]
 
     @abstractmethod
-    def widths(self, name: str) -> tuple[Width, ...]:
-        """The width of each output in one tensor: the most bytes that it takes."""
+    def widths(self, name: str) -> tuple[int, ...]:
+        """The most bytes of an element of each output in one tensor."""
 
     @abstractmethod
     def encode(self, item: Item, start: int, values: Any, out: Tensor) -> None:
@@ -200,54 +135,6 @@ class Coding(ABC):
     def described(self, output: int, items: Sequence[Item]) -> dict[str, Any]:
         """The metadata of a file of these tensors, without its version."""
 
+    @abstractmethod
     def rows(self, item: Item, start: int, stop: int, values: Tensor) -> list[Tensor]:
         """The bytes of a piece that are written."""
-        sizes = (item.written(stop - start, output) for output in range(len(values)))
-        return [row[:size] for row, size in zip(values, sizes, strict=True)]
-
-
-class Quantizing(Coding):
-    """Codes of the outputs of `combine_pass`, float32 [K, n] on the CPU, which are overwritten.
-
-    `measured` returns 2 K + 2 squared norms: of each output and of their sum, then of the errors of
-    each output and of the sum.
-
-    Args:
-        units: of each output, see `core.quantize`.
-        width: of all tensors.
-        shares: the factor of each output in the sum that a merge adds, [K].
-    """
-
-    key = Codes.key
-
-    def __init__(self, units: Sequence[float], width: Width, shares: Tensor) -> None:
-        super().__init__()
-        self.units, self.width, self.shares = units, width, shares
-
-    def widths(self, name: str) -> tuple[Width, ...]:
-        return (self.width,) * len(self.units)
-
-    def described(self, output: int, items: Sequence[Item]) -> dict[str, Any]:
-        tensors = {item.name: [self.width.bits, list(item.shape)] for item in items}
-        return {"unit": self.units[output], "tensors": tensors}
-
-    def encode(self, item: Item, start: int, values: Tensor, out: Tensor) -> None:
-        from tvb_mergekit.tensors import codes
-
-        size, shares = block_bytes(values.shape[1], self.width), self.shares.to(torch.float32)
-        units = torch.tensor(self.units, dtype=torch.float32)
-        total = _square(shares @ values)
-        values /= units[:, None]  # powers of two
-        squares, errors = list[float](), list[float]()
-        for row, unit, blocks in zip(values, self.units, out, strict=True):
-            square, error = codes.encode(row, self.width, row, blocks[:size])
-            squares.append(square * unit**2)
-            errors.append(error * unit**2)
-        error_of_sum = _square((shares * units) @ values)
-        self._found[item.name, start] = [*squares, total, *errors, error_of_sum]
-
-
-def _square(values: Tensor) -> float:
-    """The squared norm in float64, in little memory."""
-    parts = values.split(SLICE)
-    return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2) for part in parts)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
-
-from tvb_mergekit.core.quantize import Width, decode
 
 Holds = Literal["weight", "delta"]
 SAMPLE = 1024  # elements at the start, middle and end of each tensor that enter a fingerprint
@@ -38,25 +36,6 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Packed:
-    """The codes of one tensor, which an accelerator decodes itself.
-
-    Attributes:
-        read: read(start, stop, out) returns the blocks of these elements, in `out` (uint8); `start`
-            is the first of a group.
-        unit, width: of the codes, see `core.quantize`.
-    """
-
-    read: Callable[[int, int, Tensor], Tensor]
-    unit: float
-    width: Width
-
-    def decode(self, blocks: Tensor, numel: int) -> Tensor:
-        """The elements [numel] float32, on the device of the blocks."""
-        return decode(blocks, self.width, self.unit, numel)
 
 
 class Weights:
@@ -93,10 +72,6 @@ class Weights:
 
     def check_unchanged(self) -> None:
         """Raise UserError if a file was changed after it was opened."""
-
-    def packed(self, name: str) -> Packed | None:
-        """The codes of a tensor, for accelerators; None if it is not stored as codes."""
-        return None
 
     def share(self, name: str) -> float:
         """The share of a tensor's elements that are stored, if the rest reads as zeros.

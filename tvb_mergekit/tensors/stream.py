@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Tunables
-from tvb_mergekit.core.quantize import Width, block_bytes
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import CPU, host_memory
 from tvb_mergekit.tensors.layout import ALIGN, WRITES, Layout
-from tvb_mergekit.tensors.source import Holds, Packed, Weights
+from tvb_mergekit.tensors.source import Holds, Weights
 
 Result = TypeVar("Result")
 
@@ -37,7 +36,6 @@ class Part:
         held: The elements are in memory, on any device. `read` returns a view and needs no buffer.
         ahead: Called as ahead(start, stop); asks the disk for elements that will be read soon.
         holds: A weight or a delta, its difference from the base's weight.
-        packed: The codes that the elements are stored as. An accelerator decodes them itself.
         name: The name of the stored tensor. None: the tensor is made of others.
         shape: The shape of the stored tensor. None: unknown.
         share: The share of the elements in a random sample, see `Weights.share`.
@@ -49,7 +47,6 @@ class Part:
     held: bool = False
     ahead: Callable[[int, int], None] = lambda start, stop: None
     holds: Holds = "weight"
-    packed: Packed | None = None
     name: str | None = None
     shape: tuple[int, ...] | None = None
     share: float = 1.0
@@ -63,9 +60,8 @@ class Part:
             whole = whole_parts(lambda: [weights.tensor(name)], [info.dtype], info.numel)[0]
             return replace(whole, holds=holds, name=name, shape=info.shape)
         read, ahead = partial(weights.read, name), partial(weights.ahead, name)
-        held, packed, share = weights.in_memory, weights.packed(name), weights.share(name)
-        known = packed, name, info.shape, share, weights.grain
-        return cls(info.dtype, read, held, ahead, holds, *known)
+        known = name, info.shape, weights.share(name), weights.grain
+        return cls(info.dtype, read, weights.in_memory, ahead, holds, *known)
 
 
 @dataclass(frozen=True)
@@ -75,8 +71,8 @@ class Item:
     Attributes:
         base: theta_0; may be None if no input needs it.
         inputs: One part of each task vector. An item without inputs is the base's own.
-        out: The dtype that a sink gets; uint8 for outputs that are written as codes.
-        widths: The width of the codes of each output.
+        out: The dtype that a sink gets; uint8 for outputs that are coded.
+        widths: The most bytes of an element of each output that is coded.
         counted_as: The name under which the tensor counts in the Gram matrix: its own, or the first
             name of a tensor that is stored once and has several. None: the base's own.
         tunables: The values of lambda, alpha and density; None: the base's own, in a merge.
@@ -87,7 +83,7 @@ class Item:
     base: Part | None
     inputs: tuple[Part, ...]
     out: torch.dtype = torch.float32
-    widths: tuple[Width, ...] = ()
+    widths: tuple[int, ...] = ()
     counted_as: str | None = None
     tunables: Tunables | None = None
 
@@ -108,15 +104,10 @@ class Item:
     def nbytes(self) -> int:
         return self.numel * self.element_bytes
 
-    def written(self, numel: int, output: int = 0) -> int:
-        """Bytes of `numel` elements of an output."""
-        if self.widths:
-            return block_bytes(numel, self.widths[output])
-        return numel * self.out.itemsize
-
-    def widest(self, numel: int) -> int:
-        """The most bytes of `numel` elements of any output."""
-        return max(self.written(numel, output) for output in range(len(self.widths) or 1))
+    @property
+    def width(self) -> int:
+        """The most bytes of an element of any output."""
+        return max(self.widths, default=self.out.itemsize)
 
     def whole(self, part: Part) -> Tensor:
         buffer = torch.empty(0 if part.held else self.numel, dtype=part.dtype, device="cpu")
@@ -191,7 +182,7 @@ class Sink(Protocol):
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
         """Accept `values` [outputs, stop - start] in `item.out`, on the CPU.
 
-        A row of codes begins with those of its output; the rest of it is unused.
+        A row that is coded begins with its bytes; the rest of it is unused.
         """
 
 
@@ -222,21 +213,17 @@ class PieceBuffer:
         # An infinite value was so before. Comparisons need more than 8 bits.
         return bool((torch.isfinite(out) | torch.isinf(values.float())).all())
 
-    def read(self, piece: Piece, copy: bool = False, packed: bool = False) -> list[Tensor]:
+    def read(self, piece: Piece, copy: bool = False) -> list[Tensor]:
         """Base and inputs in their stored dtypes, overwritten by the next piece.
 
         Args:
             copy: copy inputs that are `held` into `memory` as well.
-            packed: read codes without decoding them.
         """
         found, place = [], 0
         for part in piece.item.parts:
             size = piece.numel * part.dtype.itemsize if copy or not part.held else 0
             room = self.memory[place : place + size]
             place += size + -size % ALIGN
-            if packed and part.packed is not None:
-                found.append(part.packed.read(piece.start, piece.stop, room))
-                continue
             own = room.view(part.dtype)
             values = part.read(piece.start, piece.stop, own)
             if copy and values.data_ptr() != own.data_ptr():
@@ -317,7 +304,7 @@ def deliver(
     Each thread calls the function `work(device)` with a piece and the tensor to fill. `done` gets
     each piece with the result, in order.
     """
-    row = max((item.widest(layout.piece) for item in items), default=0)
+    row = layout.piece * max((item.width for item in items), default=0)
     count = min(layout.under_way + WRITES, len(list(pieces_of(items, layout.piece))))
     buffers = [host_memory(layout.workers[0], outputs, row) for _ in range(count)]
     place = getattr(sink, "place", lambda item, start, stop: None)
@@ -328,7 +315,7 @@ def deliver(
         def fill(piece: Piece) -> tuple[Tensor | None, Result]:
             buffer, item = buffers[piece.number % count], piece.item
             own = place(item, piece.start, piece.stop)
-            out = buffer[:, : item.widest(piece.numel)].view(item.out) if own is None else own
+            out = buffer[:, : piece.numel * item.width].view(item.out) if own is None else own
             result = act(piece, out)
             return out if own is None else None, result
 

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.gram import BLOCK, NO_TENSOR, GramSums, not_finite, products, symmetric
-from tvb_mergekit.core.quantize import block_bytes
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.layout import COLUMNS, PADDING, Layout, Needs
-from tvb_mergekit.tensors.stream import Item, Part, Piece, PieceBuffer
+from tvb_mergekit.tensors.stream import Item, Piece, PieceBuffer
 
 if TYPE_CHECKING:
     from tvb_mergekit.tensors import kernels
@@ -112,8 +111,6 @@ class Chunks:
         compiled: bool = False,
     ) -> None:
         self.length, self.device, self.sums = layout.chunk, device, list[GramSums]()
-        # A CPU decodes fastest while it reads; for an accelerator codes are the least traffic.
-        self.packed = device.type != "cpu"
         self.buffer = buffer or PieceBuffer(layout.buffer_bytes, device)
         self._shape, self._rows = (1 + layout.needs.rows, layout.chunk), torch.empty(0)
         self._products = summing is not None and not compiled
@@ -138,17 +135,14 @@ class Chunks:
         if not len(self._rows):
             self._rows = torch.empty(self._shape, dtype=torch.float32, device=self.device)
         item, self.sums = piece.item, []
-        found = self.buffer.read(piece, copy=self._compiled is not None, packed=self.packed)
+        found = self.buffer.read(piece, copy=self._compiled is not None)
         if self._compiled is not None:
             self.sums += self._compiled(self.buffer, piece, found)[1]
         for start in range(0, piece.numel, self.length):
             place = slice(start, min(start + self.length, piece.numel))
             base, *task_vectors = rows = self._rows[:, : place.stop - start]
             # Move in the stored dtype and widen on the device: half the traffic for 16-bit models.
-            values = [
-                self._moved(part, stored, place)
-                for part, stored in zip(item.parts, found, strict=True)
-            ]
+            values = [stored[place].to(self.device, non_blocking=True) for stored in found]
             if item.base is None:
                 base.zero_()
             else:
@@ -163,14 +157,6 @@ class Chunks:
             yield place, base, rows[1:]
         if self.device.type != "cpu":  # what was read may still be on its way there
             torch.accelerator.current_stream(self.device).synchronize()
-
-    def _moved(self, part: Part, stored: Tensor, place: slice) -> Tensor:
-        """Elements of a piece on the device. Pieces and chunks begin with a group of codes."""
-        if not self.packed or part.packed is None:
-            return stored[place].to(self.device, non_blocking=True)
-        first, last = (block_bytes(at, part.packed.width) for at in (place.start, place.stop))
-        blocks = stored[first:last].to(self.device, non_blocking=True)
-        return part.packed.decode(blocks, place.stop - place.start)
 
     @staticmethod
     def _sums_of(base32: Tensor, tau: Tensor) -> GramSums:

@@ -67,15 +67,15 @@ def plan_shards(items: Sequence[Item], limit: int = SHARD_BYTES, ranks: int = 1)
     Each process gets files of its own, balanced by the bytes that are read and written.
     """
     groups: list[tuple[int, list[Item]]] = []
-    work = [item.nbytes + item.widest(item.numel) for item in items]
+    work = [item.nbytes + item.numel * item.width for item in items]
     for rank, run in enumerate(shares(work, ranks)):
         size = limit + 1  # begin a new file
         for item in items[run]:
-            if size + item.widest(item.numel) > limit:  # files of all outputs hold the same tensors
+            if size + item.numel * item.width > limit:  # all outputs' files hold the same tensors
                 groups.append((rank, []))
                 size = 0
             groups[-1][1].append(item)
-            size += item.widest(item.numel)
+            size += item.numel * item.width
     groups = groups or [(0, [])]
     total = len(groups)
     names = [f"model-{number + 1:05d}-of-{total:05d}.safetensors" for number in range(total)]
@@ -120,7 +120,6 @@ class FolderWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.plan, self.done = folder, plan, len(hashes)
         self._metadata, self._output, self._coding = metadata, output, coding
-        self._fixed = coding is None or coding.fixed
         self._records: dict[str, dict[str, object]] = {}  # of finished files
         self._shards = [shard for shard in plan if shard.rank == rank]
         self._file: BinaryIO | None = None
@@ -133,8 +132,10 @@ class FolderWriter:
             hashes, sizes = hashes[len(items) :], sizes[len(items) :]
 
     def _most(self, items: Sequence[Item]) -> list[int]:
-        """The bytes of each item, at most; without a coding, or if it is `fixed`, exactly."""
-        return [item.written(item.numel, self._output) for item in items]
+        """The bytes of each item; if they are coded, more than with an index of blocks."""
+        if self._coding is None:
+            return [item.numel * item.out.itemsize for item in items]
+        return [2 * item.numel * item.widths[self._output] + 64 for item in items]
 
     def _header(self, sizes: Sequence[int] = (), length: int = 0) -> bytes:
         """The header of the open file; without `sizes` of the tensors, for the most."""
@@ -196,7 +197,7 @@ class FolderWriter:
         if self._file is None or len(self._sizes) < len(self._shard.items):
             return
         record: dict[str, object] = {"bytes": self._file.tell(), HASH: self.digest}
-        if not self._fixed:  # now the header can say where the tensors are
+        if self._coding is not None:  # now the header can say where the tensors are
             self._file.seek(0)
             self._file.write(self._header(self._sizes, len(self._header())))
             record = file_record(self.folder / self._shard.name)
@@ -223,7 +224,7 @@ class FolderWriter:
         if len(self.plan) > 1:
             where = {item.name: shard.name for shard in self.plan for item in shard.items}
             total = sum(sum(self._most(shard.items)) for shard in self.plan)
-            if not self._fixed:
+            if self._coding is not None:
                 total = sum(cast(int, record["bytes"]) for record in self._records.values())
             index = {"metadata": {"total_size": total}, "weight_map": where}
             path = self.folder / "model.safetensors.index.json"

@@ -151,7 +151,7 @@ def test_bits_of_lossless_stores_next_to_their_bound(world):
 
 def test_the_study(world, few_steps, monkeypatch):
     """Every part, on four tasks and a few cells of each: done once, resumed, and all tables."""
-    few = {"LAMBDAS": (0.65, 1.4), "SMALLER": (0.3, 1.0), "ALPHAS": (0.0, 1.0), "ZOOS": (2,),
+    few = {"LAMBDAS": (0.65, 1.4), "SMALLER": (0.3, 1.0), "ALPHAS": (0.0, 1.0),
            "BASES": ("rand_select",), "RIVALS": ("svd_1",), "STITCHED": ("dataless",),
            "LEARNED": ("fisher",), "METHODS": ("ties",), "SINGLE": ("opcm", "nufilt"),
            "MATRIX": ("wudi_30",), "ALL": ("tsvm",), "SHARES": (0.05,)}  # fmt: skip
@@ -194,7 +194,7 @@ def test_the_study(world, few_steps, monkeypatch):
     for line, end in zip(report, ["real.json", *pictures, "real.md"], strict=True):
         assert line.endswith(end)
     tables = Path(report[-1]).read_text()
-    for title in ("specialist", "task arithmetic", "mergekit's `ties`", "2 bits", "OPCM", "NUFILT",
+    for title in ("specialist", "task arithmetic", "mergekit's `ties`", "OPCM", "NUFILT",
                   "rand_proj, M = 2", "fine-tuned on the examples", "its bound",
                   "under WEMoE", "nearest centroid"):  # fmt: skip
         assert title in tables, title

@@ -89,9 +89,6 @@ def _ours(run: Run, how: str, place: Path) -> tuple[tvb_mergekit.Bases, int]:
             run.base, run.models, place, dtype=torch.bfloat16, num_bases=count, device=run.device,
             **settings(label),
         )  # fmt: skip
-    elif how.startswith("zoo_"):
-        bits = float(how.removeprefix("zoo_"))
-        bases = tvb_mergekit.build(run.base, run.models, place, bits=bits, device=run.device)
     else:
         share = float(how.removeprefix("keep_")) if how != "lossless" else None
         models = {task: run.places[task] for task in run.tasks}
