@@ -1,8 +1,8 @@
 """A dense reference in float64, written from the formulas and from nothing of this package.
 
-The matrix of task vectors T [d, T] is dense, each encoder is naive, Trim sorts. Three encoders come
-from a merge's own files, because the formulas leave them open: the columns of `rand_select`, the
-rotation of `balanced`, and the encoder of `solver: exact`. `check_encoder` checks their properties.
+The matrix of task vectors T [d, T] is dense, each encoder is naive, Trim sorts. Two encoders come
+from a merge's own files, because the formulas leave them open: the columns of `rand_select`
+and the rotation of `balanced`. `check_encoder` checks their properties.
 """
 
 import math
@@ -66,15 +66,8 @@ def flat(state: State, names: Sequence[str]) -> Array:
     return np.concatenate([state[n].double().reshape(-1).numpy() for n in names])
 
 
-def number_of_bases(
-    gram: Array, num_bases: int | None = None, basis_ratio: float = 0.5, energy: float = 0.0
-) -> int:
-    if num_bases is not None:
-        return num_bases
-    if not energy:
-        return max(1, math.floor(basis_ratio * len(gram) + 0.5))
-    held = np.cumsum(np.sort(np.linalg.eigvalsh(gram))[::-1])
-    return next(n for n, h in enumerate(held, 1) if h >= energy * np.trace(gram) * (1 - 1e-12))
+def number_of_bases(gram: Array, num_bases: int | None = None, basis_ratio: float = 0.5) -> int:
+    return num_bases or max(1, math.floor(basis_ratio * len(gram) + 0.5))
 
 
 # Encoders: W_e [T, M], W_d [M, T] and the whole map R [T, T] with T_hat = T R
@@ -118,9 +111,8 @@ def adam(
     temperature: float = 5.0,
     anneal_every: int = 0,
     anneal_factor: float = 0.9,
-    decoder: str = "least_squares",
 ) -> Coefficients:
-    """The authors' training, with autograd and PyTorch's global seed; their W_d if `learned`."""
+    """The authors' training, with autograd and PyTorch's global seed."""
     size = len(gram)
     target = torch.tensor(gram, dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):
@@ -140,9 +132,6 @@ def adam(
             temperature = max(0.1, temperature * anneal_factor)
     scaled = (logits / temperature).detach()
     encoder64 = (torch.softmax(scaled, dim=0) if softmax else scaled).double().numpy()
-    if decoder == "learned":
-        found = trained.detach().double().numpy()
-        return Coefficients(encoder64, found, encoder64 @ found)
     return from_encoder(gram, encoder64)
 
 
@@ -216,13 +205,11 @@ def ties(
     bases: Array,
     lambda_: Value,
     density: Value = 0.2,
-    trim: str = "model",
     merge_func: str = "sum",
 ) -> Trimmed:
     """Trim by a full sort, Elect, Merge. `boundary` marks entries of any basis within 2e-4 of its
-    threshold (`model`, found from bins of a relative width of 6e-5) or 1e-6 (`tensor`), and those
-    whose sum is zero up to rounding."""
-    width = 2e-4 if trim == "model" else 1e-6
+    threshold, which is found from bins of a relative width of 6e-5, and those whose sum is zero up
+    to rounding."""
     thresholds, boundary = np.empty_like(bases), np.zeros(len(bases), dtype=bool)
     start = 0
     for name in dense.names:
@@ -231,11 +218,8 @@ def ties(
             continue
         share = density(name) if callable(density) else density
         for column in range(bases.shape[1]):
-            piece = bases[start : start + size, column]
             if share >= 1:
                 limit = 0.0
-            elif trim == "tensor":
-                limit = kth_largest(piece, int(share * size))
             else:
                 count = share * len(bases)
                 limit = kth_largest(bases[:, column], round(count))
@@ -244,7 +228,7 @@ def ties(
                     boundary |= np.isin(np.abs(bases[:, column]), either)
             thresholds[start : start + size, column] = limit
         start += size
-    boundary |= (np.abs(np.abs(bases) - thresholds) <= width * thresholds).any(axis=1)
+    boundary |= (np.abs(np.abs(bases) - thresholds) <= 2e-4 * thresholds).any(axis=1)
     kept = np.where(np.abs(bases) >= thresholds, bases, 0.0)
     total = kept.sum(axis=1)
     # A basis is rounded relative to its summands, which may be longer than the basis.
@@ -296,27 +280,20 @@ def singular_vectors(bases: Array) -> Array:
     return orthonormal(left) * sizes @ orthonormal(right)
 
 
-def interference_free(
-    bases: Array, flow_time: float | str = 300.0, rank_share: float | str = 1.0
-) -> Array:
+def interference_free(bases: Array, flow_time: float | str = 300.0) -> Array:
     """WUDI (Cheng et al., 2025) from the sum, by least squares row by row, or for a time by the
-    matrix exponential of dD/dt = R - D A; then in the leading right singular directions only."""
+    matrix exponential of dD/dt = R - D A."""
     scales = [1 / np.linalg.norm(base) if base.any() else 0.0 for base in bases]
     sides = np.concatenate([by * base for by, base in zip(scales, bases, strict=True)])
     goals = np.concatenate([by * base @ base.T for by, base in zip(scales, bases, strict=True)], 1)
     total, (rows, columns) = bases.sum(0), bases.shape[1:]
     if flow_time == "exact":
-        step = np.linalg.lstsq(sides, (goals - total @ sides.T).T, rcond=1e-6)[0].T
+        return total + np.linalg.lstsq(sides, (goals - total @ sides.T).T, rcond=1e-6)[0].T
     else:
         flow = np.zeros((columns + rows, columns + rows))  # of D and the identity, side by side
         flow[:columns, :columns], flow[columns:, :columns] = -sides.T @ sides, goals @ sides
         grown = expm(float(flow_time) * flow)[:, :columns]
-        step = total @ grown[:columns] + grown[columns:] - total
-    sizes, right = np.linalg.svd(sides, full_matrices=False)[1:]
-    if rank_share == "auto":
-        rank_share = sizes.sum() ** 2 / (sizes**2).sum() / len(sizes)
-    leading = right[: max(1, math.ceil(len(sizes) * float(rank_share) - 1e-9))]
-    return total + step @ leading.T @ leading
+        return total @ grown[:columns] + grown[columns:]
 
 
 def orthonormal(matrix: Array) -> Array:
@@ -331,7 +308,7 @@ def by_matrices(
     """theta_0 + scaled * D for each matrix; to all else the mean of the bases, with `lambda`."""
     chosen, count = parameters.get("matrices"), bases.shape[1]
     factor = dense.tau.shape[1] / count if parameters.get("lambda_scale") == "tasks" else 1.0
-    own = {"basis_iso": ["common"], "basis_wudi": ["flow_time", "rank_share"]}.get(method, [])
+    own = {"basis_iso": ["common"], "basis_wudi": ["flow_time"]}.get(method, [])
     keys = {key: parameters[key] for key in own if key in parameters}
     parts = []
     for name in dense.names:
@@ -374,7 +351,7 @@ class Expected:
 
 
 ADAM_KEYS = ("seed", "steps", "learning_rate", "weight_decay", "temperature")
-ADAM_KEYS += ("anneal_every", "anneal_factor", "decoder")
+ADAM_KEYS += ("anneal_every", "anneal_factor")
 
 
 def coefficients(
@@ -382,13 +359,13 @@ def coefficients(
 ) -> Coefficients:
     """W_e, W_d and R of the recipe's `parameters`; `stored` is its basis.safetensors."""
     basis, gram = parameters.get("basis", "ae"), dense.gram
-    sizes = {k: v for k, v in parameters.items() if k in ("num_bases", "basis_ratio", "energy")}
+    sizes = {k: v for k, v in parameters.items() if k in ("num_bases", "basis_ratio")}
     count = number_of_bases(gram, **sizes)  # type: ignore[arg-type]
     if basis == "none":
         return Coefficients(*[np.eye(len(gram))] * 3)
     if basis == "pca":
         return pca(dense.tau, count)
-    if basis == "linear_ae" or (basis == "ae" and parameters.get("solver") != "exact"):
+    if basis in ("ae", "linear_ae"):
         given = {key: parameters[key] for key in ADAM_KEYS if key in parameters}
         return adam(gram, count, softmax=basis == "ae", **given)  # type: ignore[arg-type]
     encoder = stored["encoder"]
@@ -438,6 +415,6 @@ def merged(
         return Expected(dense.split(negation(dense, bases, columns, scaled, chosen["alpha"])))
     if method in OF_MATRICES:
         return Expected(dense.split(by_matrices(dense, bases, method, parameters, scaled)))
-    how = {k: str(parameters[k]) for k in ("trim", "merge_func") if k in parameters}
+    how = {k: str(parameters[k]) for k in ("merge_func",) if k in parameters}
     found = ties(dense, bases, scaled, chosen["density"], **how)
     return Expected(dense.split(found.merged), dense.split(found.boundary))

@@ -254,12 +254,9 @@ def merged(
 
 
 BOTH = (False, True)
-BY_TENSOR = {**ALL, "trim": "tensor"}
 MERGES: list[tuple[str, Any, Any, tuple[bool, ...]]] = [
     ("basis_ta", {"basis": "balanced"}, [GRAM, LINEAR], BOTH),
     ("basis_ties", ALL, [COUNT, (0, GRAM[1]), TRIM], BOTH),  # G on the way
-    # Two sweeps for each tensor. The second needs two sizes for each piece and basis.
-    ("basis_ties", BY_TENSOR, [GRAM, COUNT, COUNT, (8, 4 + PIECES * T), TRIM], BOTH),
     ("basis_iso", ALL, [GRAM, matrices(0, 4)], (False,)),
     ("basis_iso", {**ALL, "common": 0.5}, [GRAM, matrices(0, 17)], (True,)),
     ("basis_tsvm", ALL, [GRAM, matrices(0, 17)], (False,)),
@@ -361,7 +358,6 @@ def test_live(stored: tuple[Path, Bases], device: Device, monkeypatch: pytest.Mo
     [
         ("basis_ta", {"basis": "balanced"}),
         ("basis_ties", ALL),
-        ("basis_ties", BY_TENSOR),
         ("basis_negate", {"basis": "pca", "forget": "a", "alpha": 1}),
     ],
 )

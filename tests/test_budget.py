@@ -30,7 +30,7 @@ from tvb_mergekit.settings import resolve_settings
 from tvb_mergekit.tensors import merging, passes, stream
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import BLOCK, READ, Needs, parse_memory, plan_layout
-from tvb_mergekit.tensors.merging import build_basis, merge_items, one_pass
+from tvb_mergekit.tensors.merging import build_basis, merge_items
 from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.summing import RunningSums
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -184,12 +184,11 @@ def test_combining(case: Case, how: str, outputs: int) -> None:
 
 
 @each_case
-@pytest.mark.parametrize("trim", ["model", "tensor"])
-def test_trimming(case: Case, trim: str) -> None:
+def test_trimming(case: Case) -> None:
     tasks, megabytes, threads, dtypes = case
     bases, budget = min(tasks, 6), (megabytes + 160) * MB  # with the histograms of six bases
     items = items_of(tasks, numel_for(tasks) // 2, dtypes)
-    keys = {"basis": "rand_select", "num_bases": bases, "trim": trim}
+    keys = {"basis": "rand_select", "num_bases": bases}
     found = resolve_settings("basis_ties", keys, names(tasks))
     merging.check_tables(bases, budget)
     merged = [replace(item, tunables=Tunables(0.1, density=0.3)) for item in items]
@@ -197,10 +196,7 @@ def test_trimming(case: Case, trim: str) -> None:
 
     def work() -> None:
         taking_part = TaskSet(found, names(tasks), [1.0] * tasks, items)
-        later = one_pass(taking_part, engine)
-        basis, summing = later or (build_basis(taking_part, engine), None)
-        assert (summing is None) == (trim == "model")
-        merge_items(basis, merged, Nowhere(), engine, summing=summing)
+        merge_items(build_basis(taking_part, engine), merged, Nowhere(), engine)
 
     held_within(budget, threads, work)
 

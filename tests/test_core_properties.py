@@ -18,7 +18,7 @@ from torch import Tensor
 from tvb_mergekit.core.basis import Basis, Tunables, build, warnings
 from tvb_mergekit.core.gram import BLOCK, GramSums
 from tvb_mergekit.core.merge import TrimElectMerge
-from tvb_mergekit.core.trim import Histogram, exact_thresholds
+from tvb_mergekit.core.trim import Histogram
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import resolve_settings
 from tvb_mergekit.tensors.engine import Engine
@@ -162,7 +162,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "negation": ("basis_negate", {"basis": "balanced", "forget": "task0", "alpha": 0.3}),
     "negation around the mean": ("basis_negate", {"basis": "pca", "forget": "task0", "alpha": 0.3}),
     "ties": ("basis_ties", {"basis": "balanced", "lambda_scale": "tasks", "merge_func": "mean"}),
-    "ties by tensor": ("basis_ties", {"basis": "none", "trim": "tensor", "merge_func": "max"}),
+    "ties of all": ("basis_ties", {"basis": "none", "merge_func": "max"}),
 }
 
 
@@ -259,23 +259,3 @@ def test_the_histogram_keeps_the_asked_share(data, length, density, seed):
     (limit,) = histogram.thresholds(density).tolist()
     share = float((row.abs() >= limit).double().mean())
     assert abs(share - density) <= 1e-4 + 1 / length
-
-
-@few
-@given(st.integers(1, 6000), st.floats(0.001, 1.0), st.integers(0, 2), st.integers(0, 2**31))
-def test_trim_by_tensor_is_topk(length: int, density: float, decimals: int, seed: int) -> None:
-    """Rounded values have equal magnitudes, and most are 0."""
-    values = torch.randn(3, length, generator=torch.Generator().manual_seed(seed))
-    if decimals:
-        values = values.mul(10**decimals / 10).round().div(10**decimals)
-
-    def sweep(fresh: Callable[[], Histogram]) -> Histogram:
-        total, other = fresh(), fresh()
-        for number, chunk in enumerate(values.split(1000, dim=1)):
-            (other if number % 2 else total).add(chunk)
-        total.counts += other.counts
-        return total
-
-    limits = exact_thresholds(sweep, 3, length, density)
-    count = max(1, int(density * length))
-    assert torch.equal(limits, values.abs().topk(count, dim=1).values[:, -1])

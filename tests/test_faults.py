@@ -58,7 +58,7 @@ def recipe(
     entries[0] |= dict(first or {})
     defaults = {"basis": "balanced", "num_bases": 2}
     given = dict(parameters or {})
-    if {"basis", "basis_ratio", "energy"} & set(given):
+    if {"basis", "basis_ratio"} & set(given):
         defaults = {}
     result = {"merge_method": method, "base_model": "./base", "models": entries}
     result |= {"parameters": defaults | given, **top}
@@ -127,7 +127,7 @@ RECIPES = {
     "null": wrong({"lambda": None}, "`parameters.lambda`|`lambda`", "None|empty"),
     "gradient": wrong(AE | {"num_bases": [2, 3]}, "`num_bases`", r"\[2, 3\]", "one value"),
     "M > T": wrong({"num_bases": 4}, "`num_bases` is 4", "3 models"),
-    "two sizes": wrong({"energy": 0.9, "num_bases": 2}, "`num_bases`", "`energy`", "one"),
+    "two sizes": wrong({"basis_ratio": 0.9, "num_bases": 2}, "`num_bases`", "`basis_ratio`", "one"),
     "weight 0": model({"weight": 0}, "`weight` is 0", "other than 0"),
     "no expression": wrong({"exclude": "*.bias"}, "`exclude`", "regular expression"),
     "no such matrices": wrong(

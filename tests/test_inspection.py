@@ -41,7 +41,7 @@ def vectors_of(tasks: int) -> np.ndarray:
 
 def encoding_of(vectors: np.ndarray, basis: str, count: int) -> Encoding:
     gram = torch.from_numpy(vectors.T @ vectors)
-    keys: dict[str, Any] = {"ae": {"solver": "exact"}, "linear_ae": {"steps": 5}}.get(basis, {})
+    keys: dict[str, Any] = {"steps": 5} if basis.endswith("ae") else {}
     if basis != "none":
         keys["num_bases"] = count
     return encode(gram, Settings(method="basis_ta", basis=basis, **keys))  # type: ignore[arg-type]

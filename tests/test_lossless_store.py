@@ -138,7 +138,7 @@ MERGES: dict[str, tuple[str, dict[str, Any], slice]] = {
     "addition": ("basis_ta", {"basis": "none"}, ALL),
     "addition of some": ("basis_ta", {"basis": "none"}, SOME),
     "ae": ("basis_ta", {"num_bases": 2, "steps": 50}, ALL),
-    "balanced": ("basis_ties", {"basis": "balanced", "num_bases": 2, "trim": "tensor"}, ALL),
+    "balanced": ("basis_ties", {"basis": "balanced", "num_bases": 2}, ALL),
     "balanced, of some": ("basis_ties", {"basis": "balanced", "num_bases": 2}, SOME),
     "ties": ("basis_ties", {"basis": "none"}, ALL),
     "iso": ("basis_iso", {"basis": "none"}, ALL),

@@ -37,10 +37,8 @@ FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "singular_vectors": ("singular_vectors", "basis_tsvm", {}),
     "exact": ("interference_free", "basis_wudi", {"flow_time": "exact"}),
     "stopped": ("interference_free", "basis_wudi", {"flow_time": 300.0}),
-    "cut": ("interference_free", "basis_wudi", {"flow_time": 30.0, "rank_share": 0.7}),
-    "auto": ("interference_free", "basis_wudi", {"flow_time": 1e5, "rank_share": "auto"}),
 }
-SINGLE = ("stopped", "cut")  # computed in float32
+SINGLE = ("stopped",)  # computed in float32
 METHODS = {k: partial(getattr(matrices, name), **keys) for k, (name, _, keys) in FORMS.items()}
 DENSE = {k: partial(getattr(reference, name), **keys) for k, (name, _, keys) in FORMS.items()}
 least = METHODS["exact"]
@@ -198,17 +196,8 @@ def test_what_does_not_interfere_stays_the_sum() -> None:
     apart = torch.zeros(2, 8, 9)
     apart[0, :4, :4], apart[1, 4:, 4:8] = noise(4, 4), noise(4, 4, seed=1)
     for bases in (apart, noise(1, 7, 5)):
-        for name in ("exact", "stopped", "cut", "auto"):
+        for name in ("exact", "stopped"):
             assert off(METHODS[name](bases), bases.sum(0)) < 1e-6
-    bases = noise(3, 20, 30)
-    assert off(interference_free(bases, 30.0, 1e-9), bases.sum(0)) > 1e-3  # one direction moves
-
-
-def test_equal_eigenvalues_keep_all_directions() -> None:
-    """Rounding makes (sum sqrt a)^2 / sum a larger than the number of directions."""
-    for size in range(3, 30):
-        bases = torch.stack([torch.linalg.qr(noise(size, size, seed=k))[0] for k in range(3)])
-        assert off(interference_free(bases, 300.0, "auto"), interference_free(bases, 300.0)) < 1e-5
 
 
 @pytest.mark.parametrize("count", [3, 7, 8, 16])
@@ -275,7 +264,7 @@ def test_a_zero_matrix_does_not_interfere() -> None:
 
 
 BYTES = [(1, 120, 90), (1, 90, 600), (2, 256, 256), (3, 400, 60), (8, 96, 1500), (8, 1500, 96)]
-MOST = {"isotropic": 6, "cts": 9, "singular_vectors": 6.5, "stopped": 7, "cut": 7}
+MOST = {"isotropic": 6, "cts": 9, "singular_vectors": 6.5, "stopped": 7}
 
 
 @pytest.mark.parametrize("block", [16, BLOCK])  # 16: as for larger matrices

@@ -50,7 +50,6 @@ MERGES: dict[str, tuple[str, dict[str, Any]]] = {
     "tsvm": ("basis_tsvm", {"basis": "none"}),
     "tsvm of bases": ("basis_tsvm", {"basis": "pca", "num_bases": 2}),
     "wudi": ("basis_wudi", {"basis": "none", "flow_time": 3}),
-    "wudi, few directions": ("basis_wudi", {"basis": "none", "rank_share": 0.05}),
 }
 
 

@@ -94,14 +94,14 @@ TOKENIZER = {"tokenizer": {"source": "base"}}
 SOURCE = {"tokenizer_source": "base"}
 CASES = {
     **{name: Case(name, *ONCE[n % 3]) for n, name in enumerate(ARCHITECTURES)},
-    # each basis and its options, each way to trim
+    # each basis and its options
     "ae": Case("llama", TA, {"lambda": -0.7, **FAST}),
     "ae, ties": Case("gpt2", TIES, {"seed": 3, "anneal_every": 50, **FAST}),
-    "ae, exact": Case("mixed dtypes", NEGATE, {"solver": "exact", "num_bases": 2, **FORGET}),
+    "balanced": Case("mixed dtypes", NEGATE, {**BALANCED, **FORGET}),
     "linear_ae": Case("llama", TIES, {"basis": "linear_ae", "merge_func": "max", "temperature": 2.0,
         **FAST}),
-    "pca": Case("mixed dtypes", TIES, {**PCA, "trim": "tensor", "merge_func": "mean"}),
-    "rand_select": Case("llama", TIES, {"basis": "rand_select", "energy": 0.8}),
+    "pca": Case("mixed dtypes", TIES, {**PCA, "merge_func": "mean"}),
+    "rand_select": Case("llama", TIES, {"basis": "rand_select", "num_bases": 2}),
     "none": Case("mixed dtypes", TIES, {**NONE, "density": 0.1}),
     # methods for matrices
     "iso": Case("llama", ISO, BY_TASKS),
@@ -122,17 +122,17 @@ CASES = {
     "tsvm, adapters": Case("adapters", TSVM, BALANCED, TVB),
     "tsvm, tokens": Case("two more tokens", TSVM, PCA, extra=SOURCE),
     # how many models
-    "one model": Case("one model", NEGATE, {"solver": "exact", "forget": "math", "alpha": 1}),
+    "one model": Case("one model", NEGATE, {"steps": 50, "forget": "math", "alpha": 1}),
     "many models": Case("many models", TA, {**BY_TASKS, "lambda": 0.1},
         args=("--out-shard-size", "30K")),
-    "same models, exact": Case("twins", TA, {"solver": "exact", "num_bases": 2}),
+    "same models, balanced": Case("twins", TA, BALANCED),
     "same models, pca": Case("twins", NEGATE, FORGOTTEN),
     # keys
     "lambda by filter": varied(TA, {**PCA, **SCALED}, "lambda", True),
     "lambda by filter, negate": varied(NEGATE, {**FORGOTTEN, **SCALED}, "lambda", True),
     "lambda by layer, ties": varied(TIES, {**PCA, **SCALED, "merge_func": "mean"}, "lambda", False),
-    "density by filter, model": varied(TIES, PCA, "density", True),
-    "density by layer, tensor": varied(TIES, {**PCA, "trim": "tensor"}, "density", False),
+    "density by filter": varied(TIES, PCA, "density", True),
+    "density by layer": varied(TIES, PCA, "density", False),
     "alpha by filter": varied(NEGATE, {**BALANCED, **FORGET}, "alpha", True),
     "alpha by layer": varied(NEGATE, {**PCA, "forget": "math, safety"}, "alpha", False),
     # how checkpoints are stored
@@ -141,7 +141,7 @@ CASES = {
     "one untied": Case("one untied", TA, PCA),
     "adapters": Case("adapters", NEGATE, FORGOTTEN),
     # vocabularies
-    "more tokens": Case("two more tokens", TIES, {**PCA, "trim": "tensor"}, extra=TOKENIZER),
+    "more tokens": Case("two more tokens", TIES, PCA, extra=TOKENIZER),
     "other order": Case("other order", TA, PCA, extra=SOURCE),
     "union": Case("tied", TA, PCA, extra={"tokenizer_source": "union"}),
     # recipes
@@ -159,7 +159,7 @@ CASES = {
     "store of parts, tied": Case("store of parts, tied", TA),
     "store, tied": Case("store, tied", NEGATE, {**FORGET, "lambda": 0.01}),
     "store, lambda by layer": varied(TA, SCALED, "lambda", False, "store of pca"),
-    "store, lambda by filter": varied(TIES, {"trim": "tensor", "merge_func": "mean"}, "lambda",
+    "store, lambda by filter": varied(TIES, {"merge_func": "mean"}, "lambda",
         True, "store of all"),
     "store, density by filter": varied(TIES, {"merge_func": "max", "lambda": 0.6}, "density", True,
         "store of gpt2"),
@@ -171,7 +171,7 @@ CASES = {
     "tvb merge, experts": Case("mixtral", TIES, PCA, TVB),
     "tvb merge, tokens": Case("two more tokens", TA, BALANCED, TVB, extra=SOURCE),
     "library": Case("safetensors", TA, {**PCA, "lambda": 0.3}, LIBRARY, own=WEIGHTS),
-    "library, exclude": Case("twice", TIES, {**BALANCED, "exclude": "kernel", "trim": "tensor",
+    "library, exclude": Case("twice", TIES, {**BALANCED, "exclude": "kernel",
         "merge_func": "mean"}, LIBRARY),
     "library, negate": Case("ckpt", NEGATE, {**PCA, "forget": "code, safety", "alpha": 0.6,
         "lambda": 0.1}, LIBRARY),

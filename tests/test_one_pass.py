@@ -36,7 +36,6 @@ READS: list[tuple[str, dict[str, Any], int]] = [
     ("basis_ta", {"basis": "groups", "num_bases": 2}, 1),
     ("basis_wudi", {"basis": "groups", "num_bases": 2}, 2),
     ("basis_ta", DRAWN, 1),
-    ("basis_ta", {"basis": "balanced", "energy": 0.8}, 2),
     ("basis_ta", {"basis": "pca", "num_bases": 2}, 2),
     ("basis_iso", HALF, 1),
     ("basis_iso", {**HALF, "common": 0.6}, 2),
@@ -48,8 +47,6 @@ READS: list[tuple[str, dict[str, Any], int]] = [
     ("basis_ties", {"basis": "none"}, 2),
     ("basis_ties", {**DRAWN, "merge_func": "mean"}, 2),
     ("basis_ties", HALF, 3),
-    ("basis_ties", {**DRAWN, "trim": "tensor"}, 3),
-    ("basis_ties", {**HALF, "trim": "tensor"}, 4),
 ]
 OWN = {1: {"weight": 0.3}, 2: {"weight": -1.7}}
 KINDS = {

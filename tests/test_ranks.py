@@ -98,8 +98,7 @@ def same(one: Path, several: Path) -> None:
 CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
     "adam": (3, "merge", "tied", "basis_ta", {"basis": "ae", "num_bases": 2, "steps": 100}),
     "ties": (2, "merge", "sharded", "basis_ties", BALANCED),
-    "ties by tensor": (3, "merge", "tied", "basis_ties", {**BALANCED, "trim": "tensor",
-        "exclude": r"layers\.[12]"}),
+    "ties of some": (3, "merge", "tied", "basis_ties", {**BALANCED, "exclude": r"layers\.[12]"}),
     "few": (3, "merge", "gpt2", "basis_ties", {**BALANCED, "exclude": "^((?!h.1.mlp.c_fc).)*$"}),
     "one pass": (2, "merge", "sharded", "basis_ta", BALANCED),
     "matrices in one pass": (2, "merge", "tied", "basis_iso", BALANCED),

@@ -24,9 +24,9 @@ FORGET = {"forget": "math", "alpha": 0.5}
 
 def test_defaults_are_those_of_the_contract() -> None:
     settings = resolve_settings("basis_ta", {}, TASKS)
-    found = {"basis": "ae", "num_bases": None, "basis_ratio": 0.5, "solver": "adam", "seed": 0}
+    found = {"basis": "ae", "num_bases": None, "basis_ratio": 0.5, "seed": 0}
     found |= {"temperature": 5.0, "steps": 4000, "learning_rate": 0.01, "weight_decay": 1e-6}
-    found |= {"decoder": "least_squares", "lambda_scale": "bases", "trim": "model"}
+    found |= {"lambda_scale": "bases", "merge_func": "sum"}
     assert found.items() <= settings.model_dump().items()
     with pytest.raises(ValidationError):
         settings.seed = 1  # type: ignore[misc]
@@ -36,18 +36,19 @@ def test_defaults_are_those_of_the_contract() -> None:
     )
 
 
-def test_the_keys_in_force_are_those_of_method_basis_and_solver() -> None:
+def test_the_keys_in_force_are_those_of_method_and_basis() -> None:
     def told(method: str, **given: object) -> set[str]:
         return set(GLOBAL_KEYS) - set(resolve_settings(method, given, TASKS).in_force())
 
-    adam = {"temperature", "steps", "learning_rate", "weight_decay", "anneal_every"}
-    adam |= {"anneal_factor", "decoder"}
-    ties, wudi = {"trim", "merge_func"}, {"flow_time", "rank_share", "transposed"}
+    training = {"temperature", "steps", "learning_rate", "weight_decay", "anneal_every"}
+    training |= {"anneal_factor"}
+    ties, wudi = {"merge_func"}, {"flow_time", "transposed"}
     matrices = {"common", "matrices"} | wudi
     assert told("basis_ta") == {"forget"} | ties | matrices
-    assert told("basis_ties", solver="exact") == {"forget"} | matrices | adam
-    assert told("basis_negate", basis="pca", **FORGET) == {"solver"} | ties | matrices | adam
-    assert told("basis_iso") == {"forget"} | wudi | ties
+    assert told("basis_ties", num_bases=3) == {"forget", "basis_ratio"} | matrices
+    assert told("basis_negate", basis="pca", **FORGET) == ties | matrices | training
+    sizes = {"num_bases", "basis_ratio"}
+    assert told("basis_iso", basis="none") == {"forget"} | wudi | ties | training | sizes
     assert told("basis_wudi") == {"forget", "common"} | ties
 
 
@@ -64,15 +65,12 @@ def test_a_ratio_rounds_halves_up(ratio: float, tasks: int, bases: int) -> None:
     ("method", "given", "expected"),
     [
         ("basis_ta", {"learning_rate": "1e-3"}, {"learning_rate": 1e-3}),
-        ("basis_ta", {"num_bases": "3"}, {"num_bases": 3, "basis_ratio": None}),
-        ("basis_ta", {"steps": 100.0, "energy": "0.9"}, {"steps": 100, "energy": 0.9}),
-        ("basis_ta", {"basis": "none"}, {"basis": "none", "basis_ratio": None}),
-        ("basis_ta", {"basis": "none", "basis_ratio": 1}, {"basis_ratio": 1.0}),
+        ("basis_ta", {"num_bases": "3", "steps": 100.0}, {"num_bases": 3, "steps": 100}),
         ("basis_ta", {"lambda": [0.1, "0.4"], "exclude": "embed|head"}, {"exclude": "embed|head"}),
-        ("basis_ties", {"density": {"value": 0.5}, "trim": "tensor"}, {"trim": "tensor"}),
+        ("basis_ties", {"density": {"value": 0.5}, "merge_func": "max"}, {"merge_func": "max"}),
         ("basis_negate", {"forget": " math , 7", "alpha": 0}, {"forget": ("math", "7")}),
-        ("basis_wudi", {"flow_time": "30", "rank_share": 1}, {"flow_time": 30.0}),
-        ("basis_wudi", {"flow_time": "exact", "rank_share": "auto"}, {"rank_share": "auto"}),
+        ("basis_wudi", {"flow_time": "30"}, {"flow_time": 30.0}),
+        ("basis_wudi", {"flow_time": "exact"}, {"flow_time": "exact"}),
         ("basis_negate", {"forget": 7, "alpha": "0.3"}, {"forget": ("7",)}),
     ],
 )
@@ -89,25 +87,21 @@ BAD: dict[str, list[tuple[dict[str, object], str]]] = {
         ({"a\nb": 1}, "unknown key `a\\nb`"),
         ({"basis": "blanced"}, "(did you mean `balanced`?)"),
         ({"basis_ratio": 0}, "`basis_ratio` is 0: expected a number in (0, 1]"),
-        ({"energy": "nan"}, "`energy` is 'nan': expected a number in (0, 1]"),
-        ({"basis": "none", "num_bases": 4}, "`basis` is none, which keeps all 8 tasks"),
-        ({"basis": "none", "energy": 0.9}, "leave out `energy`"),
+        ({"basis_ratio": "nan"}, "`basis_ratio` is 'nan': expected a number in (0, 1]"),
+        ({"basis": "none", "num_bases": 4}, "belongs to basis ae or balanced or groups"),
         ({"temperature": float("inf")}, "`temperature` is inf: expected a number > 0"),
         ({"steps": 0}, "`steps` is 0: expected a whole number >= 1"),
         ({"learning_rate": "fast"}, "`learning_rate` is 'fast': expected a number > 0"),
         ({"anneal_factor": 0.8}, "`anneal_factor` needs `anneal_every`"),
         ({"seed": 2**64}, "`seed` is 18446744073709551616: expected a whole number in [0,"),
-        ({"solver": "exact", "steps": 9}, "`steps` belongs to solver adam"),
-        ({"decoder": "authors"}, "`decoder` is 'authors': expected one of least_squares"),
-        ({"basis": "linear_ae", "decoder": "learned"}, "`decoder` belongs to basis ae,"),
-        ({"basis": "linear_ae", "solver": "exact"}, "linear_ae uses adam only"),
+        ({"basis": "pca", "steps": 9}, "`steps` belongs to basis ae or linear_ae, not to pca"),
         ({"exclude": ""}, "`exclude` is empty"),
         ({"lambda_scale": "task"}, "(did you mean `tasks`?)"),
         ({"lambda": [{"filter": "x", "value": "y"}]}, "`lambda` is 'y': expected"),
     ],
     "basis_tb": [({}, "unknown method `basis_tb`: expected one of basis_ta")],
     "basis_negate": [
-        (FORGET | {"trim": "model"}, "`trim` belongs to basis_ties"),
+        (FORGET | {"merge_func": "sum"}, "`merge_func` belongs to basis_ties"),
         ({"forget": "math"}, "basis_negate needs `forget: task` and `alpha: number`"),
         (FORGET | {"forget": ""}, "`forget` is empty"),
         (FORGET | {"forget": "math,,code"}, "a name between the commas is empty"),
@@ -117,7 +111,6 @@ BAD: dict[str, list[tuple[dict[str, object], str]]] = {
     "basis_wudi": [
         ({"flow_time": 0}, "`flow_time` is 0: expected exact or a number > 0"),
         ({"flow_time": "auto"}, "`flow_time` is 'auto': expected exact or a number > 0"),
-        ({"rank_share": 1.5}, "`rank_share` is 1.5: expected auto or a number in (0, 1]"),
         ({"ridge": 0.1}, "unknown key `ridge`"),
     ],
     "basis_ties": [

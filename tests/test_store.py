@@ -36,7 +36,6 @@ from tvb_mergekit.tensors.writing import MARKER
 Array = NDArray[np.float64]
 KINDS: dict[str, dict[str, Any]] = {
     "ae": {"num_bases": 3, "steps": 300},
-    "ae-exact": {"basis": "ae", "solver": "exact", "num_bases": 2},
     "balanced": {"basis": "balanced", "num_bases": 2},
     "linear_ae": {"basis": "linear_ae", "num_bases": 2, "steps": 300},
     "pca": {"basis": "pca", "num_bases": 2},

@@ -74,9 +74,9 @@ def files(folder: Path) -> dict[str, bytes]:
 # basis, method, keys of each
 OVER: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "all": ({"basis": "none"}, "basis_ties", {"density": 0.4}),
-    "ae": ({"steps": 50}, "basis_ties", {"trim": "tensor", "merge_func": "mean"}),
+    "ae": ({"steps": 50}, "basis_ties", {"merge_func": "mean"}),
     "balanced": ({"basis": "balanced"}, "basis_ta", {"lambda_scale": "tasks"}),
-    "energy": ({"basis": "balanced", "energy": 0.7}, "basis_tsvm", {}),
+    "tsvm": ({"basis": "balanced"}, "basis_tsvm", {}),
     "pca": ({"basis": "pca"}, "basis_negate", {"forget": "code", "alpha": 0.7, "lambda_": 0.2}),
     "excluded": ({"basis": "balanced", "exclude": "w1"}, "basis_ta", {}),
 }

@@ -372,7 +372,6 @@ BAD: dict[str, tuple[dict[str, Any], list[object], str]] = {
     "batches of none": (quick(), ["--batch-size", "none"], "--batch-size none: expected a number"),
     "a device twice": (quick(), ["--model-args", "device=cpu"], "--model-args device=...: tvb"),
     "no model's argument": (quick(), ["--model-args", "dtipe=float32"], "dtipe"),
-    "energy": (quick(num_bases=None, energy=0.9), ["--subsample"], "needs M, which `energy`"),
     "no JSON": (quick(), ["--metadata", "{"], "no JSON"),
 }  # fmt: skip
 

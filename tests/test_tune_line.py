@@ -24,12 +24,12 @@ from tvb_mergekit.tune.model import Line, MovingModel
 BALANCED = {"basis": "balanced", "num_bases": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sum": ("basis_ta", {**BALANCED, "lambda_scale": "tasks"}),
-    "sum of three": ("basis_ta", {"basis": "ae", "solver": "exact", "num_bases": 3}),
+    "sum of three": ("basis_ta", {"basis": "ae", "steps": 100, "num_bases": 3}),
     "gradient": ("basis_ta", {**BALANCED, "lambda": [0.1, 0.3, 1]}),
     "filter": ("basis_ta", {**BALANCED, "lambda": [{"filter": "mlp", "value": 0.7},
                                                   {"value": "1e-1"}]}),
     "ties": ("basis_ties", {**BALANCED, "density": 0.3}),
-    "ties by tensor": ("basis_ties", {**BALANCED, "trim": "tensor", "merge_func": "max"}),
+    "ties by max": ("basis_ties", {**BALANCED, "merge_func": "max"}),
     "iso": ("basis_iso", {**BALANCED, "lambda_scale": "tasks"}),
     "wudi by layer": ("basis_wudi", {"basis": "none", "lambda": [0.5, 1.0], "matrices": "mlp"}),
     "forget": ("basis_negate", {"basis": "pca", "num_bases": 2, "forget": "code", "alpha": 1}),

@@ -22,7 +22,6 @@ from tvb_mergekit.errors import UserError
 
 Method = Literal["basis_ta", "basis_ties", "basis_iso", "basis_tsvm", "basis_wudi", "basis_negate"]
 BasisName = Literal["ae", "balanced", "groups", "linear_ae", "pca", "rand_select", "none"]
-Solver = Literal["adam", "exact"]
 METHODS: tuple[Method, ...] = get_args(Method)
 MATRIX_METHODS: tuple[Method, ...] = ("basis_iso", "basis_tsvm", "basis_wudi")
 TITLES: dict[str, str] = {  # of the methods, in model cards
@@ -45,7 +44,7 @@ NUMBER: TypeAdapter[int | float] = TypeAdapter(Whole | FiniteFloat)
 
 @dataclass(frozen=True)
 class Key:
-    """The allowed values of one key, and the methods, bases and solvers that use the key."""
+    """The allowed values of one key, and the methods and bases that use the key."""
 
     help: str
     name: str = ""
@@ -59,7 +58,6 @@ class Key:
     nonzero: bool = False
     methods: tuple[str, ...] = METHODS
     bases: tuple[str, ...] = get_args(BasisName)
-    solvers: tuple[str, ...] = get_args(Solver)
     method_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def default_for(self, method: str) -> Any:
@@ -89,9 +87,10 @@ class Key:
 
 
 Share = partial(Key, low=0, above=True, high=1)
+BASES: tuple[str, ...] = get_args(BasisName)
+SIZED = tuple(name for name in BASES if name != "none")
 Training = partial(Key, bases=("ae", "linear_ae"))
-Adam = partial(Training, solvers=("adam",))
-Positive = partial(Adam, low=0, above=True)
+Positive = partial(Training, low=0, above=True)
 Ties = partial(Key, methods=("basis_ties",))
 Negate = partial(Key, methods=("basis_negate",))
 Wudi = partial(Key, methods=("basis_wudi",), low=0, above=True)
@@ -105,28 +104,20 @@ class Settings(BaseModel):
 
     method: Method
     basis: Annotated[BasisName, Key("how the bases are built from the task vectors")] = "ae"
-    num_bases: Annotated[int | None, Key("the number of bases M", low=1)] = None
-    basis_ratio: Annotated[float | None, Share("M as a share of the tasks T")] = 0.5
-    energy: Annotated[float | None, Share("M from the share of tr G to hold")] = None
-    solver: Annotated[Solver, Training("the authors' training, or the least loss")] = "adam"
+    num_bases: Annotated[int | None, Key("the number of bases M", low=1, bases=SIZED)] = None
+    basis_ratio: Annotated[float, Share("M as a share of the tasks T", bases=SIZED)] = 0.5
     temperature: Annotated[float, Positive("temperature of the softmax")] = 5.0
-    steps: Annotated[int, Adam("training steps", low=1)] = 4000
+    steps: Annotated[int, Training("training steps", low=1)] = 4000
     learning_rate: Annotated[float, Positive("learning rate of Adam")] = 0.01
-    weight_decay: Annotated[float, Adam("weight decay of Adam", low=0)] = 1e-6
-    anneal_every: Annotated[int, Adam("steps between two coolings, 0 for none", low=0)] = 0
+    weight_decay: Annotated[float, Training("weight decay of Adam", low=0)] = 1e-6
+    anneal_every: Annotated[int, Training("steps between two coolings, 0 for none", low=0)] = 0
     anneal_factor: Annotated[float, Positive("the temperature's factor per cooling")] = 0.9
-    decoder: Annotated[
-        Literal["least_squares", "learned"],
-        Adam("W_d of least loss, or the trained one", bases=("ae",)),
-    ] = "least_squares"
     seed: Annotated[int, Key("seed of everything random", low=0, high=2**64 - 1)] = 0
     exclude: Annotated[str | None, Key("regular expression of tensors to leave alone")] = None
     lambda_scale: Annotated[Literal["bases", "tasks"], Key("lambda, or lambda T/M")] = "bases"
-    trim: Annotated[Literal["model", "tensor"], Ties("what `density` is a share of")] = "model"
     merge_func: Annotated[Literal["sum", "mean", "max"], Ties("of entries of one sign")] = "sum"
     common: Annotated[float, Share("share of the sum's directions", methods=("basis_iso",))] = 1.0
     flow_time: Annotated[float | Literal["exact"], Wudi("end of the flow", word="exact")] = 300.0
-    rank_share: Annotated[float | Literal["auto"], Wudi("of directions", word="auto", high=1)] = 1.0
     matrices: Annotated[str | None, Matrix("regular expression of matrices; others: mean")] = None
     transposed: Annotated[str | None, Key("inputs are rows", methods=("basis_wudi",))] = None
     forget: Annotated[tuple[str, ...], Negate("task names to forget, comma-separated")] = ()
@@ -135,27 +126,24 @@ class Settings(BaseModel):
     def names_a_basis(self) -> bool:
         """Whether the recipe has keys about bases."""
         said = self.model_fields_set.intersection(GLOBAL_KEYS)
-        sizes = {"basis", "num_bases", "basis_ratio", "energy"}
+        sizes = {"basis", "num_bases", "basis_ratio"}
         return any(name in sizes or "none" not in GLOBAL_KEYS[name].bases for name in said)
 
     def in_force(self) -> dict[str, Any]:
-        """The keys of this method, basis and solver, as plain JSON values."""
+        """The keys of this method and basis, as plain JSON values."""
         values = self.model_dump(mode="json")
+        left_out = "basis_ratio" if self.num_bases else ""
         return {
             name: values[name]
             for name, key in GLOBAL_KEYS.items()
-            if self.method in key.methods and self.basis in key.bases and self.solver in key.solvers
+            if name != left_out and self.method in key.methods and self.basis in key.bases
         }
 
-    def bases_of(self, tasks: int) -> int | None:
-        """M for this many tasks; None if M depends on the Gram matrix (`energy`)."""
+    def bases_of(self, tasks: int) -> int:
+        """M for this many tasks."""
         if self.basis == "none":
             return tasks
-        if self.num_bases is not None:
-            return self.num_bases
-        if self.energy is not None or self.basis_ratio is None:
-            return None
-        return ratio_to_bases(self.basis_ratio, tasks)
+        return self.num_bases or max(1, math.floor(self.basis_ratio * tasks + 0.5))
 
     def is_matrix(self, name: str, shape: Sequence[int]) -> bool:
         """Whether the method merges this tensor as one matrix, or as several (three dimensions).
@@ -265,10 +253,6 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def ratio_to_bases(ratio: float, num_tasks: int) -> int:
-    return max(1, math.floor(ratio * num_tasks + 0.5))
-
-
 def resolve_settings(method: str, given: Mapping[str, object], tasks: Sequence[str]) -> Settings:
     """The settings of a merge.
 
@@ -325,36 +309,21 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 def _check_combination(values: Mapping[str, Any]) -> None:
-    basis, solver = (values.get(key, GLOBAL_KEYS[key].default) for key in ("basis", "solver"))
+    basis = values.get("basis", GLOBAL_KEYS["basis"].default)
     for key in values:
-        spec = GLOBAL_KEYS[key]
-        if basis not in spec.bases:
-            owners = " or ".join(spec.bases)
-            raise UserError(f"`{key}` belongs to basis {owners}, and the basis is {basis}")
-        if solver not in spec.solvers:
-            raise UserError(f"`{key}` belongs to solver adam, and the solver is {solver}")
-    if basis == "linear_ae" and solver == "exact":
-        raise UserError("`solver` is exact, which belongs to basis ae: linear_ae uses adam only")
+        if basis not in (owners := GLOBAL_KEYS[key].bases):
+            raise UserError(f"`{key}` belongs to basis {' or '.join(owners)}, not to {basis}")
     if "anneal_factor" in values and not values.get("anneal_every"):
         raise UserError("`anneal_factor` needs `anneal_every`, the steps between coolings")
 
 
-def _check_size(values: dict[str, Any], num_tasks: int) -> None:
-    """Refuse two size keys and more bases than tasks. A given size replaces the default."""
-    sizes = [key for key in ("num_bases", "basis_ratio", "energy") if key in values]
-    if len(sizes) > 1:
-        raise UserError(f"`{sizes[0]}` and `{sizes[1]}` both set the number of bases: give one")
+def _check_size(values: Mapping[str, Any], num_tasks: int) -> None:
+    """Refuse two size keys and more bases than tasks."""
     count = values.get("num_bases")
+    if count is not None and "basis_ratio" in values:
+        raise UserError("`num_bases` and `basis_ratio` both set the number of bases: give one")
     if count is not None and count > num_tasks:
         raise UserError(f"`num_bases` is {count} but the recipe lists {num_tasks} models")
-    if values.get("basis") == "none":
-        if "basis_ratio" in values:
-            count = ratio_to_bases(values["basis_ratio"], num_tasks)
-        if (count or num_tasks) != num_tasks or values.get("energy", 1) != 1:
-            why = f"`basis` is none, which keeps all {num_tasks} tasks"
-            raise UserError(f"{why}: leave out `{sizes[0]}`")
-    if sizes or values.get("basis") == "none":
-        values.setdefault("basis_ratio", None)
 
 
 def _forgotten(text: str, tasks: Sequence[str]) -> tuple[str, ...]:

@@ -94,11 +94,11 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
         ("none", every),
         ("balanced", half),
         ("balanced", quarter),
-        ("ae_exact", half),
+        ("ae_adam_5", half),
         ("groups", half),
         ("groups", quarter),
     ]
-    routed = [*few, ("ae_exact", quarter), ("pca", half), ("pca", quarter)]
+    routed = [*few, ("ae_adam_5", quarter), ("pca", half), ("pca", quarter)]
     counts = {"items": plan.items // 2, "tested": plan.tested // 2}
     # The sum of all does four of eight tasks not at all, and nothing can be forgotten of them.
     forgotten: Cell = {"lambda": 1.0, "from": "wudi_30", "alphas": [*ALPHAS], "seed": 0} | counts
@@ -115,11 +115,11 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
         "merges": [merge(plan, how, "none", every) for how in
                    dict.fromkeys(("ties", *MATRIX, *ALL)) if how != "ta"],
         "few": [merge(plan, how, *each) for each in few[1:] for how in MATRIX]
-        + [merge(plan, how, "ae_exact", half) for how in ("ta", "ties")],
+        + [merge(plan, how, "ae_adam_5", half) for how in ("ta", "ties")],
         "theirs": [merge(plan, how, "none", every) | {"kind": "theirs"} for how in METHODS],
         "learned": [learn(plan, how, *each) for how in LEARNED
                     for each in few
-                    if each[0] != "ae_exact" and (how not in SLOW or each[1] != quarter)],
+                    if each[0] != "ae_adam_5" and (how not in SLOW or each[1] != quarter)],
         "routers": [{"kind": "route", "shots": ROUTED, "tested": plan.tested, "seed": 0}]
         + [learn(replace(plan, shots=ROUTED), how, *each)
            for how, each in (*((how, ("none", every)) for how in ("oracle", "oracle_wudi_30")),
@@ -130,7 +130,7 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
                    f"balanced_{half}")]
         + [stored | {"how": f"merged_{how}", "merges": ["wudi_30"]} for how in RIVALS],
         "negation": [forgotten | {"kind": "negation", "basis": label, "num_bases": count}
-                     for label, count in (("plain", None), ("ae_exact", half), ("balanced", half),
+                     for label, count in (("plain", None), ("ae_adam_5", half), ("balanced", half),
                                           ("pca", half), ("rand_proj", half))]
         + [stored | forgotten | {"how": how, "merges": []} for how in forgotten_by],
         "online": [online | {"order": order, "how": how, "budget": budget}
@@ -142,7 +142,7 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
                      for label, count in (("base", None), ("finetune", None), ("none", None),
                                           ("none_subsample", half),
                                           *((label, half) for label in BASES))],
-        "theory": [{"kind": "theory", "basis": "ae_exact", "num_bases": half, "seed": 0,
+        "theory": [{"kind": "theory", "basis": "ae_adam_5", "num_bases": half, "seed": 0,
                     "lambda": shipped, "tested": plan.tested // 3, "examples": 16, "steps": 12}],
     }  # fmt: skip
     return found

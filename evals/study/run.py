@@ -161,12 +161,12 @@ def norm(vector: Mapping[str, Tensor]) -> float:
 
 def settings(label: str) -> dict[str, Any]:
     """The recipe's keys behind a label of the tables."""
-    learned, temperature = {"basis": "ae", "decoder": "learned"}, label.removeprefix("ae_adam_")
+    temperature = label.removeprefix("ae_adam_")
     if temperature != label:
-        return learned | {"temperature": float(temperature)}
+        return {"basis": "ae", "temperature": float(temperature)}
     if label == "ae_annealed":
-        return learned | {"anneal_every": 500, "anneal_factor": 0.8}
-    return {"basis": "ae", "solver": "exact"} if label == "ae_exact" else {"basis": label}
+        return {"basis": "ae", "anneal_every": 500, "anneal_factor": 0.8}
+    return {"basis": label}
 
 
 def used(run: Run, cell: Cell) -> int:

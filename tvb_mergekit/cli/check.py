@@ -23,7 +23,6 @@ from tvb_mergekit.store.store import dtype_name
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.matrices import count_matrices, largest_matrix
-from tvb_mergekit.tensors.merging import most_bases
 from tvb_mergekit.tensors.output import check_disk, check_output_folder, existing
 from tvb_mergekit.tensors.passes import LEAST
 from tvb_mergekit.tensors.stream import Item
@@ -84,11 +83,10 @@ def check_recipe(
 
 def _check_inputs(inputs: TaskSet, out: str | None) -> Iterator[str]:
     settings, dtype = inputs.settings, inputs.own_dtype
-    bases = most_bases(settings, len(inputs.tasks))
+    bases = settings.bases_of(len(inputs.tasks))
     vectors = bases + (settings.basis == "pca")  # and the mean
-    at_most = "up to " if settings.energy is not None else ""
     nbytes = dtype.itemsize * vectors * sum(item.numel for item in inputs.items)
-    stored = f"{at_most}{counted(bases, 'basis')} {megabytes(nbytes)} in {dtype_name(dtype)}"
+    stored = f"{counted(bases, 'basis')} {megabytes(nbytes)} in {dtype_name(dtype)}"
     yield from _costs(inputs, _merged_bytes(inputs), out, f", a store of {stored}")
     if inputs.adapters:
         yield (
@@ -117,15 +115,14 @@ def _costs(tasks: TaskSet, merged: int, out: str | None, store: str = "") -> Ite
         f"writing. Memory: at most {megabytes(PROCESS + MEMORY)} in tvb's commands, unless "
         "--memory says otherwise"
     )
-    yield from _matrices(settings, items, most_bases(settings, len(tasks.tasks)))
+    yield from _matrices(settings, items, settings.bases_of(len(tasks.tasks)))
 
 
 def _passes(tasks: TaskSet) -> int:
     """How often a merge without a cached Gram matrix reads the models."""
     settings = tasks.settings
     gram = tasks.sums is None and not known_before(settings)
-    trim = {"model": 1, "tensor": 2}[settings.trim] if settings.method == "basis_ties" else 0
-    return 1 + gram + trim
+    return 1 + gram + (settings.method == "basis_ties")
 
 
 def _matrices(settings: Settings, items: Sequence[Item], bases: int) -> Iterator[str]:

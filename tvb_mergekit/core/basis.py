@@ -45,8 +45,7 @@ class Combination(ABC):
     """Coefficients of the N vectors that a merge combines.
 
     The vectors are the T task vectors of a recipe (`Basis`), or the M bases of a store
-    (`StoredBases`). `histogram` counts the magnitudes of each basis over all tensors, for TIES with
-    `trim: model`.
+    (`StoredBases`). `histogram` counts the magnitudes of each basis over all tensors, for TIES.
     """
 
     settings: Settings
@@ -99,16 +98,10 @@ class Combination(ABC):
         """Whether merging needs a threshold of each basis."""
         return self.settings.method == "basis_ties"
 
-    @property
-    def counts(self) -> bool:
-        """Whether the thresholds are those of the complete bases."""
-        return self.trims and self.settings.trim == "model"
-
     def step(
         self,
         values: Tunables,
         alone: bool = False,
-        thresholds: Tensor | None = None,
         add_base: bool = True,
     ) -> Step:
         """The merge of one tensor.
@@ -116,11 +109,10 @@ class Combination(ABC):
         Args:
             alone: only the direction that a tuned coefficient scales, without theta_0: `addition`,
                 TrimElectMerge(B_1 ... B_M), or with `forget` the task vectors to forget.
-            thresholds: of each basis, [M] float32, if the method trims.
             add_base: false: the change of theta_0.
         """
         if self.trims:
-            assert thresholds is not None
+            thresholds = self.thresholds(values.density)
             scale = 1.0 if alone else values.lambda_ * self.scale
             how = self.settings.merge_func
             add_base = add_base and not alone
@@ -138,7 +130,9 @@ class Combination(ABC):
         return [term for term in terms if term[0] != 0]
 
     def thresholds(self, density: float) -> Tensor:
-        """`trim: model`: the threshold of each basis for this density, [M] float32."""
+        """The threshold of each basis for this density, [M] float32."""
+        if density >= 1:
+            return torch.zeros(self.num_bases, dtype=torch.float32, device="cpu")
         assert self.histogram is not None
         if density not in self._thresholds:
             self._thresholds[density] = self.histogram.thresholds(density)

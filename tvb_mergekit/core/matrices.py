@@ -50,9 +50,7 @@ def merge_matrix(
     if settings.method == "basis_tsvm":
         return singular_vectors(bases, noise, min(rows, columns))
     assert settings.method == "basis_wudi"
-    every = min(columns, len(bases) * rows)
-    how = settings.flow_time, settings.rank_share
-    return interference_free(bases, *how, noise, shares, every)
+    return interference_free(bases, settings.flow_time, noise, shares)
 
 
 def rounding_noise(matrix: Tensor, unit: float) -> float:
@@ -137,10 +135,8 @@ def singular_vectors(bases: Tensor, noise: Noise = None, rank: int | None = None
 def interference_free(
     bases: Tensor,
     flow_time: float | str,
-    rank_share: float | str = 1.0,
     noise: Noise = None,
     shares: Sequence[float] | None = None,
-    directions: int | None = None,
 ) -> Tensor:
     """D on the way from S = sum_m B_m to the least sum_m ||(D - B_m) B_m^T||_F^2 / ||B_m||_F^2.
 
@@ -155,11 +151,8 @@ def interference_free(
 
     Args:
         flow_time: t, or "exact" for the D of least loss that is nearest to S.
-        rank_share: the share of the min(n, M m) directions in which D leaves S, or "auto": SWUDI's
-            adaptive rank (sum sqrt a)^2 / sum a.
         shares: If each B_m is a sample of a share s of the entries of some B, times 1 / s, then
             E[B_m^T B_m] = B^T B + (1 / s - 1) diag(B^T B). So diag(B_m^T B_m) is multiplied by s.
-        directions: min(n, M m), if the bases are cores of larger matrices (see `merge_matrix`).
     """
     count, rows, columns = bases.shape
     shares = [1.0] * count if shares is None else shares
@@ -188,7 +181,7 @@ def interference_free(
             del matrix, square
     values, vectors = torch.linalg.eigh(normal)
     del normal
-    gains = _gains(values, flow_time, rank_share, floor, directions)
+    gains = _gains(values, flow_time, floor)
     push = (push @ vectors).mul_(gains) @ vectors.T
     return total.sub_((push @ sides if small else push).float())
 
@@ -199,23 +192,12 @@ def _flow_dtype(flow_time: float | str, count: int) -> torch.dtype:
     return torch.float64 if rough else torch.float32
 
 
-def _gains(
-    values: Tensor, time: float | str, rank_share: float | str, floor: float, every: int | None
-) -> Tensor:
-    """g(a) of eigenvalues a [k], increasing; 0 if sqrt(a) <= `floor` or outside the share.
-
-    The share is of `every`, k by default. Further eigenvalues are zeros.
-    """
-    every = every or len(values)
+def _gains(values: Tensor, time: float | str, floor: float) -> Tensor:
+    """g(a) of eigenvalues a [k]; 0 if sqrt(a) <= `floor`."""
     values = values.clamp(min=0)
-    end, trace = math.inf if time == "exact" else float(time), float(values.sum())
-    if rank_share == "auto":
-        rank_share = float(values.sqrt().sum()) ** 2 / (trace or 1.0) / every
-    cut = max(floor**2, NULL**2 * trace)
-    gains = torch.where(values > cut, -torch.expm1(-end * values) / values, 0)
-    kept = max(1, math.ceil(every * float(rank_share) - FLOAT32))
-    gains[: max(0, len(gains) - kept)] = 0
-    return gains
+    end = math.inf if time == "exact" else float(time)
+    cut = max(floor**2, NULL**2 * float(values.sum()))
+    return torch.where(values > cut, -torch.expm1(-end * values) / values, 0)
 
 
 def matrix_bytes(

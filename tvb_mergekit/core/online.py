@@ -170,8 +170,7 @@ def _compress(
 ) -> Encoding:
     """Compress bases with this Gram matrix to `count`."""
     if how != "balanced":
-        chosen = {"num_bases": count, "basis_ratio": None, "energy": None}
-        return encode(gram, settings.model_copy(update=chosen))
+        return encode(gram, settings.model_copy(update={"num_bases": count}))
     assert weights is not None
     return balanced(Gram.of(gram), count, weights.numpy())
 

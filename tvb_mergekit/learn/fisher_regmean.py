@@ -70,7 +70,7 @@ class StatisticsMethod(Work):
             layers = {name: (sizes[name], where) for name, where in self.dimensions.items()}
             squares = [shape[where] ** 2 for shape, where in layers.values()]
             held, stored = 8 * sum(squares) + 8 * max(squares, default=0), 4 * sum(squares)
-            each = (layer_bytes(shape, self.most_bases, where) for shape, where in layers.values())
+            each = (layer_bytes(shape, self.num_bases, where) for shape, where in layers.values())
             merging = max(each, default=0)
         memory = self.model_bytes + held
         if self.models.stored is not None:  # a store's vectors are decoded into the model

@@ -272,7 +272,7 @@ class CoefficientMethod(GradientMethod):
     """Learns c for the merge theta_0 + sum_m c_m B_m, for each layer, tensor or block."""
 
     def costs(self) -> CostEstimate:
-        bases = self.most_bases
+        bases = self.num_bases
         # Coefficients, their gradients, moments and best values, and the start.
         memory = self._memory(bases) + 32 * self.rows.count * bases
         return self.estimate(*self._passes(1), memory, 0)

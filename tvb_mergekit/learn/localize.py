@@ -37,7 +37,7 @@ class Localize(GradientMethod):
         super().__init__(request, plan)
 
     def costs(self) -> CostEstimate:
-        bases, numel = self.most_bases, sum(item.numel for item in self.plan.tasks.items)
+        bases, numel = self.num_bases, sum(item.numel for item in self.plan.tasks.items)
         # S, its gradient, the best S, a copy to compare, and the masks.
         memory = self._memory(1) + 20 * numel
         size = 2 / 256 + self.request.density * (1 + self._dtype.itemsize)  # counts and places

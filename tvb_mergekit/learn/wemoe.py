@@ -78,7 +78,7 @@ class Wemoe(GradientMethod):
         return [self.width] * self.request.depth + [bases]
 
     def costs(self) -> CostEstimate:
-        bases, routed = self.most_bases, self.routed
+        bases, routed = self.num_bases, self.routed
         items = [item for item in self.plan.tasks.items if item.name in routed]
         each = sum(p.numel() for p in router_of(self._sizes(bases)).parameters())
         routers = each * len(set(routed.values()))

@@ -33,7 +33,6 @@ from tvb_mergekit.store.facts import FOLDER, record_of
 from tvb_mergekit.store.writer import link
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.layout import MEMORY
-from tvb_mergekit.tensors.merging import most_bases
 from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.passes import LEAST
 from tvb_mergekit.tensors.stream import Item, Sink
@@ -193,17 +192,17 @@ class Work(ABC):
         return encode(file, tokenizer, *limits(own, models.trust))
 
     @property
-    def most_bases(self) -> int:
-        """M, or an upper bound before the bases are built."""
-        recipe, basis = self.plan.recipe, self.plan.built
+    def num_bases(self) -> int:
+        """M."""
+        recipe = self.plan.recipe
         if recipe.store is not None:
             return len(recipe.order)
-        return most_bases(recipe.settings, len(recipe.tasks)) if basis is None else basis.num_bases
+        return recipe.settings.bases_of(len(recipe.tasks))
 
     @property
     def share(self) -> float:
         """The fraction of a task's examples in use: M / T (paper, section 3.2)."""
-        return self.most_bases / len(self.tasks) if self.request.subsample else 1.0
+        return self.num_bases / len(self.tasks) if self.request.subsample else 1.0
 
     @property
     def examples(self) -> dict[str, list[Example]]:
@@ -238,13 +237,12 @@ class Work(ABC):
         """The method's own entries of learned.json."""
 
     def estimate(self, forward: int, backward: int, memory: int, disk: int) -> CostEstimate:
-        """Add the merge's own costs. `energy` bounds the number of bases before they are built."""
-        recipe, memory, disk = self.plan.recipe, memory + LEAST, disk + self.plan.output_bytes
+        """Add the merge's own costs."""
+        memory, disk = memory + LEAST, disk + self.plan.output_bytes
         used = [f"{f.task} {f.count(self.share)} of {len(f.records)}" for f in self.files]
-        bounded = recipe.store is None and recipe.settings.energy is not None
-        passes = "at most " * (bounded or self.by_gradient)  # which may end early
+        passes = "at most " * self.by_gradient  # which may end early
         lines = [
-            f"{self.method} over {'at most ' * bounded}{counted(self.most_bases, 'basis')}",
+            f"{self.method} over {counted(self.num_bases, 'basis')}",
             f"Examples: {', '.join(used) or 'none'}",
             f"Passes of one example: {passes}{forward} forward, {backward} backward",
             f"Memory: {megabytes(memory)}, without activations",

@@ -120,8 +120,7 @@ class Plan:
         """
         settings, store = self.recipe.settings, self.recipe.store
         memory, world = self.engine.memory, ranks.world()
-        most = merging.most_bases(settings, len(self.recipe.tasks))
-        bases = store.num_bases if store else most
+        bases = store.num_bases if store else settings.bases_of(len(self.recipe.tasks))
         if memory is not None and settings.method == "basis_ties":
             merging.check_tables(bases, memory)
         check_matrices(settings, self.tasks.items, bases, memory)

@@ -241,7 +241,7 @@ def merge(
         dtype: of the floating-point tensors; the base's own by default.
         device: The device that computes.
         parameters: The recipe's keys for merging: `lambda_` for `lambda`, `lambda_scale`,
-            `density`, `trim`, `merge_func`, `common`, `flow_time`, `rank_share`, `matrices`,
+            `density`, `merge_func`, `common`, `flow_time`, `matrices`,
             `transposed`, `forget`, `alpha`, `exclude`. Over a store of all tasks also the keys of
             bases, such as `basis`. Defaults are those of a merge of models.
 

@@ -114,7 +114,6 @@ class Facts(Record):
     num_parameters: Count
     dtype: str | None
     loss: Finite | None
-    decoder_losses: dict[str, Finite] | None = None
     spectral_bound: Finite | None
     balanced_bound: Finite | None
     relative_gap: Finite | None

@@ -146,7 +146,7 @@ def _parameters(method: Method, facts: StoreFacts) -> dict[str, Any]:
     parameters["lambda_scale"] = built["lambda_scale"]
     if method in MATRIX_METHODS and not same and built["basis"] in EVEN:
         parameters["lambda_scale"] = "tasks"  # so that lambda 1 counts all task vectors
-    kept = ("trim", "merge_func", "common", "flow_time", "rank_share", "matrices", "transposed")
+    kept = ("merge_func", "common", "flow_time", "matrices", "transposed")
     for key in kept:
         if built.get(key) is not None and method in GLOBAL_KEYS[key].methods:
             parameters[key] = built[key]

@@ -37,7 +37,7 @@ from tvb_mergekit.tensors.taskset import TaskSet
 
 # The tensors of a merge's basis.safetensors; a store's has more.
 MERGED = ("gram", "eigenvalues", "encoder", "decoder", "reconstruction", "gram_bases")
-LOSSES = "loss decoder_losses spectral_bound balanced_bound relative_gap retained_energy".split()
+LOSSES = "loss spectral_bound balanced_bound relative_gap retained_energy".split()
 WIDE = 12  # tasks beyond which the terminal gets a summary instead of a T x T table
 
 CITATION = """```bibtex
@@ -253,9 +253,6 @@ def measures(facts: Facts) -> list[str]:
         )
     if facts.balanced_bound is not None:
         lines.append(f"Balanced bound {facts.balanced_bound:.6g}")
-    if facts.decoder_losses:  # of `ae` by Adam
-        each = (f"{key.replace('_', ' ')} {loss:.6g}" for key, loss in facts.decoder_losses.items())
-        lines.append(f"Reconstruction loss by decoder: {', '.join(each)}")
     return lines
 
 

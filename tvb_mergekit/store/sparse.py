@@ -161,7 +161,6 @@ def _measured(dense: Dense, gram: Tensor) -> tuple[dict[str, Tensor], dict[str, 
     history = {
         **old,
         "loss": loss,
-        "decoder_losses": None,
         "relative_gap": (loss - bound) / bound if loss is not None and known else None,
         "retained_energy": None if loss is None or not energy else 1 - loss / energy,
         "store": {**old.store, "compress": None, "basis_weights": None},

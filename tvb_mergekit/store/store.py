@@ -170,8 +170,8 @@ class Bases:
     def settings(self) -> Settings:
         """The settings that built it, those of its size aside."""
         given = {k: v for k, v in self.facts.parameters.items() if k in Settings.model_fields}
-        sizes = {"num_bases": self.num_bases, "basis_ratio": None, "energy": None}
-        return Settings(**{"method": "basis_ta", **given, **sizes, "forget": ()})
+        given |= {"num_bases": self.num_bases, "forget": ()}
+        return Settings(**{"method": "basis_ta", **given})
 
     def merge_settings(
         self, method: str, given: Mapping[str, Any], tasks: Sequence[str] = ()

@@ -6,20 +6,16 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-import torch
-from torch import Tensor
-
-from tvb_mergekit.core.basis import Basis, Combination, Tunables, before_gram, build
+from tvb_mergekit.core.basis import Basis, Combination, before_gram, build
 from tvb_mergekit.core.gram import NO_TENSOR, GramSums
-from tvb_mergekit.core.merge import Step
-from tvb_mergekit.core.trim import Histogram, exact_thresholds, table_bytes
+from tvb_mergekit.core.trim import Histogram, table_bytes
 from tvb_mergekit.errors import UserError, listed, megabytes
 from tvb_mergekit.progress import silent
-from tvb_mergekit.settings import MATRIX_METHODS, Settings
+from tvb_mergekit.settings import MATRIX_METHODS
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.matrices import count_matrices, merge_matrices
@@ -48,7 +44,7 @@ def build_basis(tasks: TaskSet, engine: Engine = Engine()) -> Basis:
     """
     started, sums = time.perf_counter(), tasks.sums
     found = _on_the_way(tasks, engine) if sums is None else None
-    if found is not None and found[0].counts:
+    if found is not None and found[0].trims:
         before, summing = found
         count_if_needed(before, tasks.items, engine, summing)
         basis = basis_of(tasks, summing)
@@ -91,7 +87,7 @@ def one_pass(tasks: TaskSet, engine: Engine) -> tuple[Basis, RunningSums] | None
         UserError: no tensor counts.
     """
     found = _on_the_way(tasks, engine)
-    if found is None or found[0].counts or tasks.sums is not None:
+    if found is None or found[0].trims or tasks.sums is not None:
         return None
     return found
 
@@ -121,14 +117,14 @@ def count_if_needed(
     engine: Engine = Engine(),
     summing: RunningSums | None = None,
 ) -> None:
-    """Count the magnitudes of the bases into `basis.histogram`, for TIES with `trim: model`.
+    """Count the magnitudes of the bases into `basis.histogram`, for TIES.
 
     Raises:
         UserError: no tensor takes part.
     """
     if not any(item.numel for item in items):
         raise UserError(NO_TENSOR)
-    if not basis.counts:
+    if not basis.trims:
         return
     started = time.perf_counter()
     mine = items[share_of(items)]
@@ -177,7 +173,6 @@ def merge_items(
         UserError: a result overflows its dtype.
     """
     settings = basis.settings
-    sweeps = basis.trims and settings.trim == "tensor"
     bases = basis.num_bases
     matrices = {i.name: count_matrices(settings, i, bases) for i in items if i.tunables}
     update = silent("", 0)
@@ -185,22 +180,15 @@ def merge_items(
         update = engine.progress("Merged model", total, "matrix")
         engine = replace(engine, progress=silent)
     else:
-        trimmed = (i for i in items if sweeps and i.tunables and i.tunables.density < 1)
-        read = sum(i.nbytes for i in items) + sum(2 * i.nbytes for i in trimmed)
+        read = sum(i.nbytes for i in items)
         engine = engine.under(engine.progress("Merged model", read))
     beside = beside_tables(bases, engine.budget) if basis.trims else engine.memory
     combining = replace(engine, memory=beside)
     cached_step = functools.lru_cache(partial(basis.step, add_base=add_base))  # most are alike
 
-    def step_of(item: Item, tunables: Tunables) -> Step:
-        if not basis.trims:
-            return cached_step(tunables, alone)
-        limits = _thresholds(basis, item, tunables.density, engine)
-        return basis.step(tunables, alone, limits, add_base)
-
     def apart(item: Item) -> str | None:
-        """The name of a tensor that is merged alone: thresholds are best computed just before."""
-        return item.name if item.tunables and (sweeps or matrices[item.name]) else None
+        """The name of a tensor that is merged alone."""
+        return item.name if item.tunables and matrices[item.name] else None
 
     pending = 0  # a merged matrix that the bar does not count yet: it ends with the last tensor
     far = list[str]()
@@ -208,7 +196,7 @@ def merge_items(
         some = list(group)
         item, tunables = some[0], some[0].tunables
         if tunables is None or not matrices[item.name]:
-            steps = {each.name: step_of(each, each.tunables) for each in some if each.tunables}
+            steps = {i.name: cached_step(i.tunables, alone) for i in some if i.tunables}
             combine_pass(some, steps, sink, combining, summing=summing)
             continue
         scale = 1.0 if alone else tunables.lambda_ * basis.scale
@@ -226,21 +214,3 @@ def merge_items(
             settings.method,
             listed(far),
         )
-
-
-def _thresholds(basis: Combination, item: Item, density: float, engine: Engine) -> Tensor:
-    """The threshold of each basis in one tensor, [M] float32."""
-    if density >= 1:
-        return torch.zeros(basis.num_bases, dtype=torch.float32, device="cpu")
-    if basis.settings.trim == "model":
-        return basis.thresholds(density)
-
-    def sweep(fresh: Callable[[], Histogram]) -> Histogram:
-        return count_pass(basis.weighted_encoder, [item], fresh, engine)
-
-    return exact_thresholds(sweep, basis.num_bases, item.numel, density)
-
-
-def most_bases(settings: Settings, tasks: int) -> int:
-    """M, or its upper bound T if only the Gram matrix decides."""
-    return settings.bases_of(tasks) or tasks

@@ -36,7 +36,7 @@ from tvb_mergekit.store.store import is_store
 from tvb_mergekit.tensors.checkpoint import weight_files
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import MEMORY
-from tvb_mergekit.tensors.merging import merge_items, most_bases
+from tvb_mergekit.tensors.merging import merge_items
 from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards
 
 SHARD = 10**9  # bytes of written files: mergekit holds a shard in memory
@@ -64,10 +64,8 @@ class TunedRecipe:
         if self.recipe.store is not None:
             bases = self.recipe.store
             return bases.num_bases / len(bases.tasks)
-        if self.recipe.settings.energy is not None:
-            raise UserError("--subsample needs M, which `energy` leaves open: give `num_bases`")
         total = len(self.recipe.tasks)
-        return most_bases(self.recipe.settings, total) / total
+        return self.recipe.settings.bases_of(total) / total
 
     def at(self, point: float) -> dict[str, Any]:
         """Return the recipe of one point, as plain objects."""

@@ -162,7 +162,7 @@ def test_the_study(world, few_steps, monkeypatch):
 
     def parts(*given: Any) -> dict[str, list[Any]]:
         """Of bases under what learns, one kind and size next to all task vectors."""
-        left_out = ("groups", "ae_exact", "pca")
+        left_out = ("groups", "ae_adam_5", "pca")
         return {
             name: [c for c in cells if c["kind"] != "learned"
                    or (c["basis"] not in left_out and c["num_bases"] != 3)]

@@ -41,7 +41,7 @@ RIVALS: dict[str, Callable[..., rivals.Kept]] = {
 def basis_of(how: str) -> tuple[str, int] | None:
     """Label and M of ways such as `balanced_5`."""
     label, _, count = how.rpartition("_")
-    return (label, int(count)) if label in ("balanced", "pca", "ae_exact") else None
+    return (label, int(count)) if label in ("balanced", "pca") else None
 
 
 def measure(run: Run, cell: Cell) -> dict[str, Any]:

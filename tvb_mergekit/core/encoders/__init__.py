@@ -33,13 +33,13 @@ def encode(gram: Tensor, settings: Settings) -> Encoding:
 
     Args:
         gram: G = T^T T [T, T] float64.
-        settings: basis, size, solver and seed.
+        settings: basis, size and seed.
 
     Raises:
         UserError: `gram` is not a Gram matrix, M > T, or training diverged.
     """
     spectrum = Gram.of(gram)
-    count = _num_bases(spectrum.values.tolist(), settings)
+    count = _num_bases(spectrum.size, settings)
     match settings.basis:
         case "ae" | "linear_ae":
             return autoencoder(spectrum, count, settings)
@@ -69,8 +69,6 @@ def known_before(settings: Settings) -> bool:
     The encoder of `none` and of drawn tasks does not, nor does the sum of EVEN bases. The
     decoder, which negation needs, is known for `none` only.
     """
-    if settings.bases_of(1) is None:  # by `energy`
-        return False
     known = {"none": 3, "rand_select": 2, **dict.fromkeys(EVEN, 1)}.get(settings.basis, 0)
     return known >= (1 if sum_alone(settings) else 3 if settings.method == "basis_negate" else 2)
 
@@ -86,17 +84,13 @@ def encode_before(tasks: int, settings: Settings) -> Encoding | None:
     if settings.basis not in EVEN:
         return encode(tensor(gram.matrix), settings)
     # Only the sum of the bases is known, and counts.
-    count = _num_bases([1.0] * tasks, settings)
+    count = _num_bases(tasks, settings)
     return gram.encoding(settings.basis, np.full((tasks, count), 1 / tasks))
 
 
-def _num_bases(eigenvalues: list[float], settings: Settings) -> int:
-    """M, at most T, given the T eigenvalues of G, descending."""
-    size, count = len(eigenvalues), settings.bases_of(len(eigenvalues))
-    if count is None:
-        held = np.cumsum(eigenvalues)
-        # relative slack for rounding
-        return int(np.argmax(held >= settings.energy * held[-1] * (1 - 1e-12))) + 1
-    if not 1 <= count <= size:
-        raise UserError(f"`num_bases` is {count}: expected 1 to {size}, the tasks")
+def _num_bases(tasks: int, settings: Settings) -> int:
+    """M, at most T."""
+    count = settings.bases_of(tasks)
+    if not 1 <= count <= tasks:
+        raise UserError(f"`num_bases` is {count}: expected 1 to {tasks}, the tasks")
     return count

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
-from tvb_mergekit.core.encoders.exact import least_loss
 from tvb_mergekit.core.encoders.linear import Encoding, Gram, one_thread
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.settings import Settings
@@ -18,31 +15,21 @@ BETAS = 0.9, 0.999  # of Adam
 
 @one_thread()
 def autoencoder(gram: Gram, num_bases: int, settings: Settings) -> Encoding:
-    """Bases `ae`, by either solver, and `linear_ae`, the ablation without softmax."""
+    """Bases `ae`, and `linear_ae`, the ablation without softmax."""
+    logits, temperature = _train(gram, num_bases, settings)
     if settings.basis == "linear_ae":
-        logits, temperature, _ = _train(gram, num_bases, settings)
         return gram.encoding("linear_ae", logits.double().numpy() / temperature)
-    if settings.solver == "exact":
-        return gram.encoding("ae", least_loss(gram, num_bases, settings.seed))
-    logits, temperature, decoder = _train(gram, num_bases, settings)
     encoder = torch.softmax(logits / temperature, dim=0).double().numpy()
-    encoder /= encoder.sum(axis=0)  # float32 columns sum to 1 only to 1e-7
-    decoders = {"least_squares": gram.decoder(encoder), "learned": decoder.double().numpy()}
-    return replace(
-        gram.encoding("ae", encoder, decoders[settings.decoder]),
-        decoder_losses={name: gram.loss(encoder @ each) for name, each in decoders.items()},
-    )
+    return gram.encoding("ae", encoder / encoder.sum(axis=0))  # float32 sums are 1 only to 1e-7
 
 
-def _train(
-    gram: Gram, num_bases: int, settings: Settings
-) -> tuple[torch.Tensor, float, torch.Tensor]:
+def _train(gram: Gram, num_bases: int, settings: Settings) -> tuple[torch.Tensor, float]:
     """Minimize the loss (paper Eq. 6) / T^2 by Adam over A [T, M] and W_d [M, T], in float32.
 
     Draws the numbers of `torch.manual_seed(seed)`, and leaves PyTorch's global state.
 
     Returns:
-        A, the final temperature, W_d.
+        A and the final temperature.
     """
     size, generator = gram.size, torch.Generator().manual_seed(settings.seed)
     target = torch.from_numpy(gram.matrix.astype(np.float32))
@@ -75,6 +62,6 @@ def _train(
     if not (logits.isfinite().all() and decoder.isfinite().all()):
         raise UserError(
             f"training the autoencoder diverged within {settings.steps} steps: lower "
-            f"`learning_rate` (it is {settings.learning_rate:g}) or take `solver: exact`"
+            f"`learning_rate` (it is {settings.learning_rate:g}) or take `basis: balanced`"
         )
-    return logits, temperature, decoder
+    return logits, temperature

@@ -28,14 +28,9 @@ def balanced(gram: Gram, num_bases: int, weights: Array | None = None) -> Encodi
     weights = np.ones(gram.size) if weights is None else np.asarray(weights, dtype=np.float64)
     if weights.shape != (gram.size,) or not (np.isfinite(weights) & (weights > 0)).all():
         raise UserError(f"task weights are {weights}: expected {gram.size} positive numbers")
-    encoder, bound = spread_encoder(gram, num_bases, weights)
+    directions, bound = completion(gram, num_bases, weights)
+    encoder = spread(weights / weights.sum(), directions, num_bases)
     return gram.encoding("balanced", encoder, balanced_bound=bound)
-
-
-def spread_encoder(gram: Gram, num_bases: int, weights: Array) -> tuple[Array, float]:
-    """The W_e [T, M] of least loss among convex encoders with row sums ~ w, and this loss."""
-    directions, loss = completion(gram, num_bases, weights)
-    return spread(weights / weights.sum(), directions, num_bases), loss
 
 
 def completion(gram: Gram, num_bases: int, weights: Array) -> tuple[Array, float]:

@@ -7,7 +7,7 @@ W_e^T G W_e would square the condition number once more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,8 +27,7 @@ NULL = 1e-13  # the largest |F x| / (|F| |x|) of a null vector x of G
 class Encoding:
     """Coefficients of M bases over T tasks, all float64, and their loss.
 
-    `encoder` is W_e [T, M] and `decoder` W_d [M, T]; T_hat = T `reconstruction` [T, T]. Only `ae`
-    by Adam has `decoder_losses`, of each choice of the key `decoder`.
+    `encoder` is W_e [T, M] and `decoder` W_d [M, T]; T_hat = T `reconstruction` [T, T].
     """
 
     basis: str
@@ -39,7 +38,6 @@ class Encoding:
     loss: float
     spectral_bound: float
     balanced_bound: float | None = None
-    decoder_losses: Mapping[str, float] | None = None
 
     @property
     def num_bases(self) -> int:
