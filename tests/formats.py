@@ -10,9 +10,6 @@ import numpy as np
 import torch
 import xxhash
 import zstandard
-from numpy.typing import NDArray
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 MANUAL = (Path(__file__).parent.parent / "docs" / "files.md").read_text(encoding="utf-8")
@@ -61,21 +58,6 @@ def lossless(file: Path, base: dict[str, Tensor], size: int) -> dict[str, bytes]
             assert xxhash.xxh3_64_intdigest(block) == digest
             out, start, index = out + block, start + long, index + 13
         made[name] = out
-    return made
-
-
-def sparse(file: Path) -> dict[str, NDArray[np.float32]]:
-    """The tensors of a sparse vector."""
-    dense, held = program("dense"), load_file(file)
-    with safe_open(file, "pt") as opened_:
-        metadata = opened_.metadata()
-    assert "tvb_basis" in metadata
-    said = json.loads(metadata["tvb_sparse"])
-    assert said["version"] == 1 and len(held) == 3 * len(said["tensors"])
-    made = {}
-    for name, shape in said["tensors"].items():
-        counts, offsets = (held[f"{name}.{part}"].numpy() for part in ("counts", "offsets"))
-        made[name] = dense(counts, offsets, held[f"{name}.values"].float().numpy(), shape)
     return made
 
 

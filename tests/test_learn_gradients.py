@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import weakref
@@ -263,50 +262,25 @@ def metadata(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("dataless", [True, False])
 def test_masks_are_stitched(case: Case, dataless: bool) -> None:
     source = case.recipe("masks", basis="balanced", num_bases=2, lambda_scale="tasks")
-    store, words = case.folder / f"store-{dataless}", ("--density", 0.1, "--store")
     name = f"masked-{dataless}"
     data = ("--dataless",) if dataless else (*case.words, "--epochs", 2, "--held-out", 0)
-    merged = case.learn(source, "localize", name, *data, *words, store)
+    merged = case.learn(source, "localize", name, *data, "--density", 0.1)
     _, _, base, taus = doubled(case)
     total = sum(map(len, base.values()))
     masks = []
     for column in merged.basis["encoder"].T:
         whole = column @ np.concatenate([tau.numpy() for tau in taus.values()], axis=1)
         masks.append((whole, np.sort(np.argsort(-np.abs(whole))[: round(0.1 * total)])))
-    vectors = [load_sparse(store / f"basis-00{m}") for m in range(2)]
-    for (whole, top), vector in zip(masks, vectors, strict=True):
-        found = np.concatenate([vector[n].ravel() for n in base])
-        kept = np.flatnonzero(found)
-        assert len(kept) == round(0.1 * total)
-        np.testing.assert_allclose(found[kept], whole[kept], rtol=1e-4, atol=1e-8)
-        assert np.array_equal(kept, top) == dataless  # data have chosen other entries
-    for tensor, start in base.items():
-        some = np.stack([v[tensor].ravel() for v in vectors])
-        stitched = start.numpy() + 1.5 * some.sum(0) / np.maximum(1, (some != 0).sum(0))
-        np.testing.assert_allclose(merged.tensors[tensor].ravel(), stitched, atol=1e-6)
-    tvb("merge", store, case.folder / f"sum-{dataless}", "--method", "add", "--quiet")
-    for tensor, found in load(case.folder / f"sum-{dataless}").items():
-        summed = base[tensor].numpy() + 0.4 * 1.5 * sum(v[tensor].ravel() for v in vectors)
-        np.testing.assert_allclose(found.float().numpy().ravel(), summed, atol=1e-6)
-    assert "sparse" in tvb("inspect", store).output
-
-
-def test_a_store_that_fails_leaves_masks_to_resume(case: Case) -> None:
-    source, out = case.recipe("failing", basis="none"), case.folder / "failed"
-    words = ["learn", source, "localize", "--out", out, "--store", case.folder / "later"]
-    words += ["--dataless", "--quiet"]
-    with mock.patch.object(localize, "sparse_store", side_effect=UserError("the disk is full")):
-        assert "the disk is full" in refused(*words)
-    assert not out.exists() and len(list(Path(f"{out}.partial").iterdir())) == 3
-    masks = Path(shutil.copytree(f"{out}.partial", case.folder / "masks-kept"))
-    with mock.patch.object(localize, "Mask", side_effect=AssertionError):
-        tvb(*words, "--resume")
-        assert load_sparse(case.folder / "later" / "basis-002")
-        out.rename(case.folder / "killed")  # as if killed after the store was complete
-        masks.rename(f"{out}.partial")
-        assert "leave out --store if that run wrote it" in refused(*words, "--resume")
-        tvb(*words[:5], *words[7:], "--resume")
-    assert load(out)
+    bits = [masks_in(merged.folder, m) for m in range(2)]
+    assert all(of[n].shape == tensor.shape for of in bits for n, tensor in merged.tensors.items())
+    kept = [np.concatenate([each[n].ravel() for n in base]) for each in bits]
+    for (_, top), found in zip(masks, kept, strict=True):
+        assert found.sum() == round(0.1 * total)
+        assert np.array_equal(np.flatnonzero(found), top) == dataless  # data choose others
+    vectors = np.stack([whole * found for (whole, _), found in zip(masks, kept, strict=True)])
+    stitched = 1.5 * vectors.sum(0) / np.maximum(1, sum(found.astype(int) for found in kept))
+    moved = [(merged.tensors[n].ravel() - start).numpy() for n, start in base.items()]
+    np.testing.assert_allclose(np.concatenate(moved), stitched, atol=1e-6)
 
 
 def test_a_model_of_other_names_is_refused(case: Case) -> None:
@@ -331,11 +305,15 @@ def test_other_layers_are_refused(case: Case) -> None:
         assert "`slices` change the base's layers" in refused("learn", file, "atlas", *words)
 
 
-def load_sparse(folder: Path) -> dict[str, Any]:
-    from tvb_mergekit.tensors.sparse import Sparse
-
-    held = Sparse.open(folder)
-    return {name: held.tensor(name).double().numpy() for name in held.tensors}
+def masks_in(folder: Path, number: int) -> dict[str, Any]:
+    """As docs/files.md has them."""
+    file = folder / "basis" / "learned" / f"basis-{number:03d}.safetensors"
+    with safe_open(file, "np") as held:
+        shapes = json.loads(held.metadata()["tvb_learned"])["shapes"]
+        return {
+            n: np.unpackbits(held.get_tensor(n), count=math.prod(shape)).reshape(shape)
+            for n, shape in shapes.items()
+        }
 
 
 @settings(max_examples=40, deadline=None)
@@ -636,10 +614,6 @@ REFUSALS = {  # OUT stands for the path of --out
     "localize --dataless --learning-rate 1": "--learning-rate: --dataless",
     "atlas": "no data: give --data NAME=FILE",
     "adamerging": "no data for math",
-    "localize --dataless --store OUT": "name two folders",
-    "localize --dataless --store OUT/..": "two folders, none in the other",
-    "localize --dataless --store OUT.partial": "OUT.partial holds",
-    "localize --dataless --store OUT.partial/store": "OUT.partial holds",
     "atlas --learning-rate nan": "'--learning-rate': nan is not a finite number",
     "atlas --learning-rate 1e39": "'--learning-rate': 1e+39 is not in the range",
     "atlas --held-out nan": "'--held-out': nan is not a finite number",

@@ -112,10 +112,8 @@ def error_line(facts: Facts) -> str:
 def _stored_as(facts: Facts) -> str:
     """The dtype of a store and its share of kept entries, or its bits."""
     assert facts.store is not None
-    if facts.density is not None and facts.store.codec == "sampled":
-        return f"a sample of {100 * facts.density:.3g} % of the entries"
     if facts.density is not None:
-        return f"sparse {facts.store.dtype} ({100 * facts.density:.2g} % of the entries)"
+        return f"a sample of {100 * facts.density:.3g} % of the entries"
     return facts.store.dtype if facts.bits is None else counted(facts.bits, "bit")
 
 

@@ -143,14 +143,13 @@ def regmean() -> None:
 @option("--density", type=SHARE, default=0.05, help="Fraction of a basis that its mask keeps.")
 @flag("--dataless", help="Keep the largest entries, without data.")
 @option("--penalty", type=Range(0), default=0.0, help="Factor of the masks' sum in the loss.")
-@folder("--store", help="Also write the masked bases as a store.")
 def localize() -> None:
     """Keep a few entries of each basis, by a mask learned for its tasks.
 
     \b
     Example:
       tvb learn two.yml localize --data math=m.jsonl --data code=c.jsonl --out two
-      tvb learn two.yml localize --dataless --out few --store masked
+      tvb learn two.yml localize --dataless --out few
     """
 
 

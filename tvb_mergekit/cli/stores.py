@@ -63,7 +63,6 @@ def build(recipe: str, store: str, dtype: DtypeName | None, **values: Any) -> No
     \b
     Example:
       tvb build recipe.yml ./store --dtype bfloat16
-      tvb build models.yml ./all --lossless
       tvb build models.yml ./small --keep 0.05
       torchrun --nproc-per-node 4 --no-python tvb build recipe.yml ./store
     """

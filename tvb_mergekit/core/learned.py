@@ -54,24 +54,29 @@ class FisherMean:
 
 @dataclass(frozen=True, eq=False)
 class Stitch:
-    """theta_0 + s sum_m V_m / max(1, number of m with V_m != 0), entry by entry.
+    """theta_0 + sum_m mask_m B_m / max(1, sum_m mask_m), entry by entry.
 
-    Averages overlapping entries of sparse vectors (Localize-and-Stitch, He et al., 2024). A step of
-    `combine_pass`: the rows of a chunk are the M vectors.
+    Averages the bases where their masks overlap (Localize-and-Stitch, He et al., 2024). A step of
+    `combine_pass`: the rows of a chunk are the N vectors, then the M masks, of zeros and ones.
+
+    Attributes:
+        bases: [N, M], B = vectors @ bases.
     """
 
-    vectors: int
-    scale: float = 1.0
+    bases: Tensor
     count = 1
 
     @property
     def rows(self) -> int:
-        return 2 * self.vectors + 3  # entries other than 0 are counted in int64
+        return self.bases.shape[1] + 2
 
     def on(self, device: torch.device) -> Compute:
+        vectors, bases = len(self.bases), self.bases.T.to(device, torch.float32)
+
         def compute(base32: Tensor, rows: Tensor) -> Tensor:
-            there = (rows != 0).sum(0).clamp_(min=1)
-            return rows.sum(0).mul_(self.scale).div_(there).add_(base32)[None]
+            masks = rows[vectors:]
+            masked = torch.mm(bases, rows[:vectors]).mul_(masks)
+            return masked.sum(0).div_(masks.sum(0).clamp_(min=1)).add_(base32)[None]
 
         return compute
 

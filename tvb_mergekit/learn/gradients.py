@@ -190,7 +190,7 @@ class GradientMethod(Work):
         self.passes = self.passes[0] + history.forward, self.passes[1] + history.backward
 
     def facts(self) -> dict[str, Any]:
-        left = ("bases", "data", "history", "rows", "basis", "method", "dtype")
+        left = ("bases", "data", "history", "rows", "basis", "method", "shapes")
         found = {key: value for key, value in self.learned.items() if key not in left}
         return {**found, "history": [asdict(history) for history in self.histories]}
 

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from mergekit.common import dtype_from_name
 from torch import Tensor
 
 from tvb_mergekit.core.learned import Stitch
@@ -20,11 +20,10 @@ from tvb_mergekit.learn.descent import History, Moving
 from tvb_mergekit.learn.gradients import GradientMethod
 from tvb_mergekit.learn.models import base_names, bases_of, check_mixture, mixtures_of
 from tvb_mergekit.learn.work import CostEstimate, Request
-from tvb_mergekit.plugin.inputs import dense_of
 from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.store.sparse import sparse_store
+from tvb_mergekit.tensors.checkpoint import Checkpoint, facts_in
 from tvb_mergekit.tensors.passes import combine_pass
-from tvb_mergekit.tensors.sparse import DTYPES, Sparse, write_sparse
+from tvb_mergekit.tensors.source import TensorInfo, Weights
 from tvb_mergekit.tensors.stream import Item, Part, Sink
 
 
@@ -40,14 +39,7 @@ class Localize(GradientMethod):
         bases, numel = self.num_bases, sum(item.numel for item in self.plan.tasks.items)
         # S, its gradient, the best S, a copy to compare, and the masks.
         memory = self._memory(1) + 20 * numel
-        size = 2 / 256 + self.request.density * (1 + self._dtype.itemsize)  # counts and places
-        return self.estimate(*self._passes(bases), memory, int(bases * size * numel))
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """The dtype of masked bases: that of the output, if it has one."""
-        wanted = dtype_from_name(self.plan.tensors.out_dtype or "float32")
-        return wanted if wanted in DTYPES else torch.float32
+        return self.estimate(*self._passes(bases), memory, bases * numel // 8)
 
     @property
     def outputs(self) -> list[Path]:
@@ -57,14 +49,12 @@ class Localize(GradientMethod):
     def _own_facts(self) -> dict[str, Any]:
         names = ("density", "penalty", "dataless")
         own = {name: getattr(self.request, name) for name in names}
-        return {**own, "dtype": str(self._dtype), "of": "bases"}
+        return {**own, "of": "bases"}
 
     def learn(self) -> None:
         request, plan, basis = self.request, self.plan, self.plan.basis
         matrix, wanted = bases_of(plan) * basis.scale, self._wanted(basis.scale)
         weights = torch.zeros(0)
-        if request.store is not None:
-            dense_of(request.document, plan)  # refuses tensors that a store cannot hold
         if not request.dataless:
             weights = mixtures_of(plan, request.mixture)
             weights = weights / weights.sum(0)
@@ -91,32 +81,38 @@ class Localize(GradientMethod):
         return self._descend(mask, lambda epoch: own(f"{seed} {epoch}"), held_out)
 
     def _write(self, file: Path, mask: Mask, facts: dict[str, Any]) -> None:
-        names, shapes = base_names(self.plan), {i.name: i.shape for i in self.plan.tasks.items}
-        scale = self.plan.basis.scale  # every merge of the masked bases multiplies by it
-        masked = (
-            (names[name], (mask.bases[name][0] / scale * entries).view(shapes[name]).cpu())
-            for name, entries in mask.kept().items()
-        )
-        write_sparse(file, masked, self._dtype, {kept.LEARNED: kept.described(facts)})
+        names, entries = base_names(self.plan), mask.kept()
+        packed = {names[n]: torch.from_numpy(np.packbits(e.cpu())) for n, e in entries.items()}
+        shapes = {names[item.name]: item.shape for item in self.plan.tasks.items}
+        kept.save(file, kept.LEARNED, packed, {**facts, "shapes": shapes})
 
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
-        masked = [Sparse.open(file) for file in self.outputs]
-        names = base_names(plan)
+        masks, names = [Masks(file) for file in self.outputs], base_names(plan)
 
-        def of_masked(item: Item) -> Item:
-            name = names[str(item.counted_as)]
-            return replace(item, inputs=tuple(Part.of(each, name, "delta") for each in masked))
+        def with_masks(item: Item) -> Item:
+            own = (Part.of(each, names[str(item.counted_as)]) for each in masks)
+            return replace(item, inputs=(*item.inputs, *own))
 
-        stitched = [of_masked(item) if item.tunables else item for item in items]
+        stitched = [with_masks(item) if item.tunables else item for item in items]
         moving = [item.name for item in items if item.tunables]
-        step: Step = Stitch(len(masked), plan.basis.scale)
+        step: Step = Stitch(bases_of(plan) * plan.basis.scale)
         combine_pass(stitched, dict.fromkeys(moving, step), sink, plan.engine)
 
-    def write(self, folder: Path) -> None:
-        super().write(folder)
-        if self.request.store is not None:  # complete before the model, which --resume writes
-            dense = dense_of(self.request.document, self.plan)
-            sparse_store(dense, self.outputs, self.request.store, self.plan.engine)
+
+class Masks(Weights):
+    """The masks of the tensors of one basis, a bit an entry in a file, read as zeros and ones."""
+
+    holds = "delta"
+
+    def __init__(self, file: Path) -> None:
+        self.stored, shapes = Checkpoint.open(file), facts_in(file, kept.LEARNED)["shapes"]
+        self.tensors = {n: TensorInfo(tuple(shape), torch.float32) for n, shape in shapes.items()}
+
+    def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
+        first, last = start // 8, -(-stop // 8)
+        packed = self.stored.read(name, first, last, torch.empty(last - first, dtype=torch.uint8))
+        bits = np.unpackbits(packed.numpy())[start - 8 * first :][: stop - start]
+        return out[: stop - start].copy_(torch.from_numpy(bits))
 
 
 class Mask(Moving):

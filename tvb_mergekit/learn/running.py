@@ -13,13 +13,12 @@ from tvb_mergekit.learn.gradients import CoefficientMethod
 from tvb_mergekit.learn.localize import Localize
 from tvb_mergekit.learn.wemoe import Wemoe
 from tvb_mergekit.learn.work import LEARNED, CostEstimate, Request, Work
-from tvb_mergekit.plugin.inputs import check_for_store
 from tvb_mergekit.plugin.planner import input_folders, planned
 from tvb_mergekit.plugin.run import staged, write_model
-from tvb_mergekit.store.facts import FACTS, FOLDER
+from tvb_mergekit.store.facts import FOLDER
 from tvb_mergekit.store.writer import lock
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.output import check_new_folder, check_output_folder, warn_of_stale_parts
+from tvb_mergekit.tensors.output import check_output_folder, warn_of_stale_parts
 
 METHODS: dict[str, type[Work]] = {
     "fisher": StatisticsMethod,
@@ -42,8 +41,6 @@ def learn(request: Request, dry: bool = False) -> CostEstimate:
     """
     started, world = time.perf_counter(), ranks.world()
     request.check()
-    if request.store is not None:
-        check_for_store(request.document)
     with ExitStack() as stack:
         if world.leads and not dry:
             _check_places(request)
@@ -55,8 +52,7 @@ def learn(request: Request, dry: bool = False) -> CostEstimate:
             warn_of_stale_parts(request.out)
         costs = work.check()
         if world.leads:
-            for path in filter(None, (request.out, request.store)):
-                stack.callback(lock(path).release)
+            stack.callback(lock(request.out).release)
             _check_places(request)  # another process may have written there
         plan.build()
         began = time.perf_counter()
@@ -77,9 +73,3 @@ def _check_places(request: Request) -> None:
     if request.resume and (Path(out) / FOLDER / LEARNED).is_file():
         raise UserError(f"--resume: {out} is complete already")
     check_output_folder(out, inputs)
-    if request.store is not None:
-        if request.resume and request.partial.is_dir() and (Path(request.store) / FACTS).is_file():
-            raise UserError(
-                f"--resume: {request.store} holds a store: leave out --store if that run wrote it"
-            )
-        check_new_folder(request.store, inputs)

@@ -31,7 +31,6 @@ from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.settings import MATRIX_METHODS
 from tvb_mergekit.store.facts import FOLDER, record_of
 from tvb_mergekit.store.writer import link
-from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.passes import LEAST
@@ -68,7 +67,6 @@ class Request:
     density: float = 0.05
     dataless: bool = False
     penalty: float = 0.0
-    store: str | None = None
     blocks: int = 1
     nonnegative: bool = False
     unlabeled: bool = False
@@ -96,22 +94,11 @@ class Request:
         if recipe.settings.method not in known:
             found = f"`merge_method` is {recipe.settings.method}"
             raise UserError(f"{found}: {self.method} needs {' or '.join(known)}")
-        if self.store is not None:
-            self._check_store(self.store)
         keys = self.document.varying
         lambdas = ("adamerging", "wemoe")
         unused = [key for key in keys if key != "lambda" or self.method not in lambdas]
         if unused and recipe.bases is None:  # a store's own recipes have some
             LOG.warning("%s does not use the recipe's `%s`", self.method, listed(unused))
-
-    def _check_store(self, name: str) -> None:
-        out, store = Path(os.path.realpath(self.out)), Path(os.path.realpath(name))
-        if ranks.world().size > 1:
-            raise UserError("--store needs a single process: start one, or leave out --store")
-        if out.is_relative_to(store) or store.is_relative_to(out):
-            raise UserError(f"--store {name}: name two folders, none in the other ({self.out})")
-        if store.is_relative_to(self.partial):
-            raise UserError(f"--store {name}: {self.partial} holds finished files; choose another")
 
 
 @dataclass(frozen=True)

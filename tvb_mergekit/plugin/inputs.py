@@ -11,7 +11,6 @@ from mergekit.common import ModelReference
 from mergekit.options import MergeOptions
 
 from tvb_mergekit import hub
-from tvb_mergekit.core.basis import Basis
 from tvb_mergekit.core.gram import NO_TENSOR
 from tvb_mergekit.core.lora import factor_gram
 from tvb_mergekit.errors import UserError
@@ -21,7 +20,6 @@ from tvb_mergekit.plugin.planner import check_adapter_place, check_model_place, 
 from tvb_mergekit.plugin.recipe import identity_of, refuse_bases
 from tvb_mergekit.refusals import refusing
 from tvb_mergekit.settings import VARYING_KEYS
-from tvb_mergekit.store.sparse import Dense
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import FUSE_INSTEAD, Adapter, NotPlainLora, check_embeddings
 from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN, Checkpoint
@@ -151,19 +149,6 @@ def check_for_store(document: Document, what: str = "a store") -> None:
     source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
     if source not in (None, "base"):
         raise UserError(f"`tokenizer_source` is {source}: {what} needs `tokenizer_source: base`")
-
-
-def dense_of(document: Document, plan: Plan) -> Dense:
-    """The bases of a plan that is built, for a store of sparse bases.
-
-    Raises:
-        UserError: see `tasks_for_store`.
-    """
-    recipe, basis = plan.recipe, plan.basis
-    if recipe.store is not None:
-        return Dense.of_store(recipe.store, recipe.order, recipe.weights)
-    assert isinstance(basis, Basis)
-    return Dense.of_models(tasks_for_store(document, plan), basis)
 
 
 def tasks_for_store(document: Document, plan: Plan) -> TaskSet:

@@ -107,11 +107,6 @@ def _compression(bases: Bases, inputs: TaskSet, growth: Growth) -> Compression:
             f"{where} holds models, and that of task `{inputs.tasks[0]}` is an adapter: fuse it "
             "first (--fuse --lora-merge-cache DIR)"
         )
-    if store.codec == "sparse":
-        raise UserError(
-            f"{where} holds sparse bases, whose masks were learned for its tasks: learn them again "
-            "with the new task, from a store of tensors or a recipe"
-        )
     if store.compress is None and bases.vectors:
         raise UserError(
             f"the bases in {where} are {bases.basis}, no convex combinations of tasks: only ae, "

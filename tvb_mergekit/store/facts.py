@@ -34,7 +34,7 @@ CHECKSUM = "checksum"
 FREE = ("base_model", "models", "base_path", "base_beside", "seconds")
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
-Codec = Literal["dense", "sparse", "lossless", "sampled"]
+Codec = Literal["dense", "lossless", "sampled"]
 EXACT = ("lossless", "sampled")  # hold entries of all models, without the weights of the tasks
 Compression = Literal["ae", "balanced"]
 Count = Annotated[int, Field(ge=0)]

@@ -39,7 +39,6 @@ from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
 from tvb_mergekit.tensors.lossless import Lossless, Sampled
 from tvb_mergekit.tensors.quantized import Decoded
 from tvb_mergekit.tensors.source import Absent, StateDict, Weights
-from tvb_mergekit.tensors.sparse import Sparse
 from tvb_mergekit.tensors.writing import MARKER
 
 # The tensors of basis.safetensors that merges and additions need.
@@ -348,7 +347,6 @@ def numbers_of(facts: StoreFacts) -> dict[str, Tensor]:
 
 
 CODECS: Mapping[str, type[Decoded]] = {
-    "sparse": Sparse,
     "lossless": Lossless,
     "sampled": Sampled,
 }

@@ -79,8 +79,8 @@ class Vectors:
         folders: One for each of the M vectors, and one for PCA's mean.
         files: Path below the store -> size and checksum.
         dtype: The dtype of decoded vectors.
-        codec: `dense` (tensors of a model), `sparse`, `lossless` or `sampled`.
-        density: The share of entries that are not zero in sparse vectors, or that are sampled.
+        codec: `dense` (tensors of a model), `lossless` or `sampled`.
+        density: The share of entries that are sampled.
     """
 
     tensors: Mapping[str, Tensor]

@@ -28,15 +28,14 @@ _MALFORMED = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, 
 class Decoded(Weights):
     """A vector whose files hold encoded tensors. Thread-safe.
 
-    The metadata of a file has JSON under `key`, with a version and the shape of each tensor. The
-    file holds tensor NAME as NAME + each of `parts`. Messages call its content `what`.
+    The metadata of a file has JSON under `key`, with a version and the shape of each tensor.
+    Messages call its content `what`.
 
     Raises:
         UserError: a newer version, or files that do not hold what their headers say.
     """
 
     key = what = ""
-    parts: tuple[str, ...] = ("",)
 
     def __init__(self, stored: Checkpoint) -> None:
         self.stored, self.folder, self.shards = stored, stored.folder, stored.shards
@@ -59,8 +58,7 @@ class Decoded(Weights):
                     f"{file}: {self.what} of version {said['version']}, this tvb-mergekit reads "
                     f"up to {VERSION}; upgrade it: pip install -U tvb-mergekit"
                 )
-        known = {name + part for name in self.tensors for part in self.parts}
-        if strange := sorted(known ^ set(stored.tensors)):
+        if strange := sorted(set(self.tensors) ^ set(stored.tensors)):
             raise UserError(
                 f"{self.folder}: tensor `{strange[0]}` does not fit what the headers there say; "
                 f"{RESTORE}"
@@ -75,15 +73,16 @@ class Decoded(Weights):
         return cls(Checkpoint.open(path))
 
     def _parse(self, said: Any) -> Parsed:
-        return ((name, torch.float32, shape) for name, shape in said["tensors"].items())
+        """The tensors that the metadata describe."""
+        raise NotImplementedError
 
     def _fits(self, name: str) -> bool:
-        """Whether the stored parts can be those of a tensor of this shape."""
+        """Whether the stored bytes can be those of a tensor of this shape."""
         raise NotImplementedError
 
     def bytes_of(self, name: str) -> int:
         """The stored bytes of a tensor."""
-        return sum(self.stored.tensors[name + part].nbytes for part in self.parts)
+        return self.stored.tensors[name].nbytes
 
     def damaged(self, name: str) -> UserError:
         file = self.folder / self.tensors[name].shard
