@@ -19,8 +19,7 @@ from test_faults import ALL, OF_FILES, OF_OUTPUT, RECIPES, Case, prepare, recipe
 from torch import Tensor
 
 from tvb_mergekit.cli.commands import main
-from tvb_mergekit.errors import UserError
-from tvb_mergekit.refusals import MergeRefused, refusing
+from tvb_mergekit.errors import MergeRefused, UserError, refusing
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.output import StagedFolder
 

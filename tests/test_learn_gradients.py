@@ -380,7 +380,7 @@ def test_an_interrupted_run_continues_after_its_last_file(case: Case, method: st
     resumed = [*words, out, "--resume"]
     with mock.patch.object(owner, name, stopping):
         done = tvb(*words, out, code=130)
-        assert "--resume goes on" in done.stderr and not out.exists()
+        assert "Interrupted." in done.stderr and not out.exists()
         left = Path(f"{out}.partial") / ".partial-cut_0123"  # as `atomic.beside` leaves it
         left.mkdir()
         (left / "chat.safetensors").write_bytes(b"half")

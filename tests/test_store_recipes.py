@@ -16,10 +16,9 @@ from tiny import TASKS, llama, load
 from torch import Tensor
 from worlds import FAMILIES, Models, World, decoder, hub
 
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import MergeRefused, UserError
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.plugin.inputs import Options, read_inputs
-from tvb_mergekit.refusals import MergeRefused
 from tvb_mergekit.store.build import build_store
 from tvb_mergekit.store.recipes import ALL_TASKS
 

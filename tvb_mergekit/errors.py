@@ -1,10 +1,24 @@
-"""The exception for mistakes that the user can mend, and shared parts of messages."""
+"""Mistakes that the user can mend, as one line at a command line; and parts of messages."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
-from collections.abc import Sequence
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import click
+import pydantic
+import safetensors
+import tqdm
+
+LOG = logging.getLogger(__name__)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of what is written
+SMALLER = "use fewer bases or smaller batches, or another device"
 
 
 class UserError(ValueError):
@@ -15,28 +29,90 @@ class UserError(ValueError):
     """
 
 
-def remedy(error: BaseException) -> str:
-    """The remedy for a full disk or a file above `ulimit -f`; empty for other errors."""
-    number, text = getattr(error, "errno", None), str(error)
-    if number == errno.EFBIG or os.strerror(errno.EFBIG) in text:
-        shards = "use a smaller --out-shard-size if the command has the option"
-        return f"allow larger files (`ulimit -f unlimited`) or {shards}"
-    if number in (errno.ENOSPC, errno.EDQUOT) or "while serializing" in text:
-        return "free some disk"
-    return ""
+class MergeRefused(click.ClickException, RuntimeError):
+    """Raised out of mergekit's functions: its commands print `Error: ...`; code may catch it."""
+
+
+@contextmanager
+def refusing(planning: bool = False, out: str = "") -> Iterator[None]:
+    """Turn a user's mistakes into `MergeRefused`. Other errors keep their traceback.
+
+    Args:
+        planning: mergekit plans. Its RuntimeError and ValueError then concern the recipe (unknown
+            architecture, no tokenizer ...); `-v` shows the traceback.
+        out: the output, for the message of a full disk.
+    """
+    try:
+        yield
+    except BaseException as error:
+        for bar in list(getattr(tqdm.tqdm, "_instances", ())):  # so that the line begins one
+            with suppress(AttributeError):  # of an incomplete bar
+                bar.close()
+        # click ends in silence when the reader has closed the pipe
+        known = isinstance(error, click.ClickException | BrokenPipeError)
+        if known or (line := _line(error, planning, out)) is None:
+            raise
+        LOG.info("refused", exc_info=error)
+        raise MergeRefused(line) from error
+
+
+def _line(error: BaseException, planning: bool, out: str) -> str | None:
+    """The message about a user's mistake, or about the machine; None for other errors."""
+    text = one_line(error)
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, pydantic.ValidationError):
+        return _complaints(error)
+    if isinstance(error, OSError | MemoryError | UnicodeEncodeError | safetensors.SafetensorError):
+        full = getattr(error, "errno", None) in FULL or "while serializing" in text
+        return f"cannot write {out or 'the output'}: {text}" if full else text
+    if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text:
+        return f"{text}; {SMALLER}"  # torch's own, on a device and in main memory
+    if planning and isinstance(error, RuntimeError | ValueError):
+        return f"mergekit cannot plan this merge: {text}"
+    # An HTTP library raised it; huggingface_hub's depends on its version.
+    kinds = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+    if kinds.isdisjoint(("httpx", "httpx2", "requests")):
+        return None
+    return f"the Hugging Face Hub cannot be reached: {text}"
+
+
+def _complaints(error: pydantic.ValidationError) -> str:
+    """Each complaint: its place, the value that mergekit expects, and the value found."""
+    seen: dict[str, str] = {}
+    for item in error.errors(include_url=False):
+        # The place includes mergekit's alternatives for a key (filter, list, number).
+        kinds = ("ConditionalParameter", "bool", "int", "float", "str")
+        parts = [str(part) for part in item["loc"] if part not in kinds]
+        parts = [part for part in parts if part.isidentifier() or part.isdigit()]
+        message = item["msg"].removeprefix("Value error, ")
+        if "parameters" in parts[:-1]:
+            parts = parts[: parts.index("parameters") + 2]
+            message = "expected a number or text; leave the key out for its default"
+        place = ".".join(parts)
+        seen.setdefault(place, f"`{place}`: {message} (found {item['input']!r:.60})")
+    return f"the recipe is not valid: {'; '.join(seen.values())}"
+
+
+@contextmanager
+def unwinding() -> Iterator[None]:
+    """Let SIGTERM (a scheduler, `docker stop`) end a merge like Ctrl-C, without leftovers."""
+    alone = threading.current_thread() is threading.main_thread()
+    if not alone or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def check_names(*paths: str | os.PathLike[str]) -> None:
-    """Raise UserError unless paths, and the current folder, are one line of text."""
-    try:
-        here = os.getcwd()
-    except FileNotFoundError:
-        raise UserError("the current folder was deleted; change to another one") from None
-    for path in (here, *paths):
-        for text in (os.fspath(path), os.path.realpath(path)):
-            if text.splitlines() != [text]:
-                why = "has line breaks" if text else "is empty (an unset variable?)"
-                raise UserError(f"the path {text!r} {why}; name a file or a folder")
+    """Raise UserError if a path is empty: it would stand for the current folder."""
+    for path in paths:
+        if not os.fspath(path):
+            raise UserError("the path '' is empty (an unset variable?); name a file or a folder")
 
 
 def one_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import tqdm
@@ -91,18 +91,6 @@ def phase(title: str) -> Iterator[None]:
     started = time.perf_counter()
     yield
     LOG.info("%s: %.2f s", title, time.perf_counter() - started)
-
-
-@contextmanager
-def closing_bars() -> Iterator[None]:
-    """Close all open bars after an exception, so that its message begins a line."""
-    try:
-        yield
-    except BaseException:
-        for bar in list(getattr(tqdm.tqdm, "_instances", ())):
-            with suppress(AttributeError):  # of an incomplete bar
-                bar.close()
-        raise
 
 
 def logging_above_bars() -> AbstractContextManager[None]:

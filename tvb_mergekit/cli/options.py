@@ -19,7 +19,7 @@ from click.core import ParameterSource
 import tvb_mergekit_hook
 from tvb_mergekit import hub
 from tvb_mergekit.atomic import check_interrupted
-from tvb_mergekit.errors import UserError, check_names
+from tvb_mergekit.errors import UserError, check_names, refusing, unwinding
 from tvb_mergekit.progress import bars, logging_above_bars, phase
 
 if TYPE_CHECKING:
@@ -186,29 +186,23 @@ def command(
 @contextmanager
 def careful(values: dict[str, Any], writes: str = "", several: bool = False) -> Iterator[None]:
     """Turn mistakes of a user in a command with these values into one line and exit code 1."""
-    from tvb_mergekit.refusals import refusing, unwinding
     from tvb_mergekit.tensors import ranks
 
     if values.pop("verbose", False):
         logging.getLogger("tvb_mergekit").setLevel(logging.INFO)
-    place, keeps = str(values.get(writes) or "the output"), ""
-    if "resume" in values and not values.get("source"):  # learn --from keeps nothing
-        keeps = f"{os.path.realpath(place)}.partial"
+    place = str(values.get(writes) or "")
     try:
-        with logging_above_bars(), refusing(out=place, keeps=keeps):
+        with logging_above_bars(), refusing(out=place):
             if "memory" in values:
                 from tvb_mergekit.tensors import layout
 
                 values["memory"] = layout.parse_memory(values["memory"])
             if not several:
                 ranks.one_only(click.get_current_context().command_path)
-            with ranks.joined(), refusing(out=place, keeps=keeps), unwinding():
+            with ranks.joined(), refusing(out=place), unwinding():
                 yield
     except KeyboardInterrupt:
-        more = f" {keeps} is kept: --resume goes on." if os.path.isdir(keeps) else ""
-        if os.path.isfile(os.path.join(place, "points.jsonl")):  # of `tvb tune`
-            more = " The same command goes on."
-        click.echo(f"Interrupted.{more}", err=True)
+        click.echo("Interrupted.", err=True)
         sys.exit(130)
 
 

@@ -16,11 +16,10 @@ import click
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
-from tvb_mergekit.errors import UserError, check_names
+from tvb_mergekit.errors import UserError, check_names, refusing, unwinding
 from tvb_mergekit.plugin.document import Document, RecipeFile, check_unknown_keys, parse
 from tvb_mergekit.plugin.recipe import read_recipe, refuse_bases
 from tvb_mergekit.plugin.run import merge
-from tvb_mergekit.refusals import refusing, unwinding
 from tvb_mergekit.settings import METHODS
 from tvb_mergekit.tensors import ranks
 

@@ -15,7 +15,7 @@ from mergekit.merge_methods.base import (
     ParameterSpec,
 )
 
-from tvb_mergekit.refusals import MergeRefused
+from tvb_mergekit.errors import MergeRefused
 from tvb_mergekit.settings import (
     GLOBAL_KEYS,
     METHODS,

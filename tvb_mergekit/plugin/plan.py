@@ -15,12 +15,11 @@ from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Combination, StoredBases, warnings
 from tvb_mergekit.core.gram import check_copied
-from tvb_mergekit.errors import listed
+from tvb_mergekit.errors import listed, refusing
 from tvb_mergekit.plugin.items import MergedTensors
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.sources import Loaders
 from tvb_mergekit.progress import bars
-from tvb_mergekit.refusals import refusing
 from tvb_mergekit.store import report
 from tvb_mergekit.store.facts import Facts
 from tvb_mergekit.store.forms import sums_of

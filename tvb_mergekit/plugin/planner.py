@@ -25,7 +25,7 @@ from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 from pydantic import PrivateAttr
 
-from tvb_mergekit.errors import UserError, listed, one_line
+from tvb_mergekit.errors import UserError, listed, one_line, refusing
 from tvb_mergekit.hub import may_be_on_the_hub
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.items import MergedTensors
@@ -43,7 +43,6 @@ from tvb_mergekit.plugin.sources import (
     origin_of,
 )
 from tvb_mergekit.progress import phase
-from tvb_mergekit.refusals import refusing
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import check_embeddings
 from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint, weight_files

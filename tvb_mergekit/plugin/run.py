@@ -21,14 +21,13 @@ from mergekit.card import generate_card
 from mergekit.common import parse_kmb
 from mergekit.options import MergeOptions
 
-from tvb_mergekit.errors import UserError, one_line
+from tvb_mergekit.errors import UserError, one_line, refusing, unwinding
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.names import replaced
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.planner import input_folders, planned
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.progress import logging_above_bars
-from tvb_mergekit.refusals import refusing, unwinding
 from tvb_mergekit.store import report
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.output import (

@@ -20,7 +20,7 @@ import filelock
 
 from tvb_mergekit import hub
 from tvb_mergekit.atomic import MARK, check_interrupted, next_to
-from tvb_mergekit.errors import UserError, check_names, remedy
+from tvb_mergekit.errors import UserError, check_names
 from tvb_mergekit.store import forms
 from tvb_mergekit.store.facts import FACTS, TENSORS, FileRecord, StoreFacts, record_of, write_facts
 from tvb_mergekit.store.recipes import FOLDER, templates, write_recipes
@@ -133,8 +133,7 @@ def changing(path: str | os.PathLike[str], new: bool = False) -> Iterator[StoreW
         writer.begin()
         yield writer
     except OSError as error:
-        mend = remedy(error) and f"; {remedy(error)}"
-        raise UserError(f"cannot write {store}, which is as it was: {error}{mend}") from error
+        raise UserError(f"cannot write {store}, which is as it was: {error}") from error
     finally:
         writer.discard()
         held.release()

@@ -21,7 +21,7 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 
 from tvb_mergekit.core.basis import Tunables
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, refusing
 from tvb_mergekit.plugin.document import from_mapping, parse, unknown_method
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.plugin.plan import Plan
@@ -29,7 +29,6 @@ from tvb_mergekit.plugin.planner import input_folders, planned
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.run import merge
 from tvb_mergekit.progress import Progress, silent
-from tvb_mergekit.refusals import refusing
 from tvb_mergekit.settings import METHODS, VARYING_KEYS
 from tvb_mergekit.store.recipes import times
 from tvb_mergekit.store.store import is_store
