@@ -57,7 +57,7 @@ PIECES = 7
 GRAM = PIECES * (1 + T), PIECES * 2  # back: G and the base's norm
 LINEAR = PIECES * (1 + T) + 2, PIECES  # also the weights and scales; back: the outputs
 COUNT = PIECES * (1 + T) + 2, 1  # also the weights and the histogram, which comes back
-TRIM = PIECES * (1 + T) + len(SHAPES), PIECES  # also the weights of each tensor
+TRIM = PIECES * (1 + T) + 1, PIECES  # also the weights
 
 
 def matrices(*scalars: int) -> tuple[int, int]:
@@ -257,11 +257,11 @@ BOTH = (False, True)
 MERGES: list[tuple[str, Any, Any, tuple[bool, ...]]] = [
     ("basis_ta", {"basis": "balanced"}, [GRAM, LINEAR], BOTH),
     ("basis_ties", ALL, [COUNT, (0, GRAM[1]), TRIM], BOTH),  # G on the way
-    ("basis_iso", ALL, [GRAM, matrices(0, 4)], (False,)),
-    ("basis_iso", {**ALL, "common": 0.5}, [GRAM, matrices(0, 17)], (True,)),
-    ("basis_tsvm", ALL, [GRAM, matrices(0, 17)], (False,)),
-    ("basis_wudi", {**ALL, "flow_time": 30}, [GRAM, matrices(1, 11)], (False,)),
-    ("basis_wudi", {**ALL, "flow_time": "exact"}, [GRAM, matrices(1, 11)], (True,)),
+    ("basis_iso", ALL, [GRAM, matrices(0, 3)], (False,)),
+    ("basis_iso", {**ALL, "common": 0.5}, [GRAM, matrices(0, 14)], (True,)),
+    ("basis_tsvm", ALL, [GRAM, matrices(0, 14)], (False,)),
+    ("basis_wudi", {**ALL, "flow_time": 30}, [GRAM, matrices(1, 8)], (False,)),
+    ("basis_wudi", {**ALL, "flow_time": "exact"}, [GRAM, matrices(1, 8)], (True,)),
 ]  # fmt: skip
 
 

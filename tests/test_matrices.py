@@ -234,7 +234,7 @@ def test_rounding_makes_no_directions(method: str, dtype: torch.dtype, shape) ->
     exact = torch.einsum("mt,tij->mij", mixing, low_rank(4, *shape[1:], 2))
     exact *= torch.logspace(0, -1, shape[1])[:, None]
     unit, stored = torch.finfo(dtype).eps / 2, exact.to(dtype).float()
-    found = METHODS[method](stored, noise=[rounding_noise(base, unit) for base in stored])
+    found = METHODS[method](stored, noise=[rounding_noise(base, dtype) for base in stored])
     assert off(found, DENSE[method](exact.double().numpy())) < 20 * unit
 
 

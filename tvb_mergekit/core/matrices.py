@@ -5,9 +5,9 @@ gives the direction D [m, n] float32 that is added to theta_0. r = min(m, n). Th
 data, and give the same bits for the same input and number of threads on the same machine.
 
 Iso and TSV-M use Gram matrices of the shorter side, summed in float64 over BLOCK columns at a time.
-Singular values are the roots of their eigenvalues, and known to about 1e-8 of the largest. A
-singular value that rounding of the inputs can make counts as 0 (`rounding_noise`). Its direction
-contributes nothing; an SVD would fill in an arbitrary direction. WUDI keeps the sum there.
+Singular values are the roots of their eigenvalues, and known to about 1e-8 of the largest. Those up
+to NULL of the largest count as 0, and their directions contribute nothing: rounding of models in
+float32 makes such values. Vectors in 16 bits have larger ones (`rounding_noise`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from torch import Tensor
 from tvb_mergekit.settings import Settings
 
 BLOCK = 512  # columns in float64 at a time
-NULL = 1e-6  # of the largest singular value
-FLOAT32 = 2.0**-24  # its unit roundoff
+NULL = 1e-5  # of the largest singular value
 ROUGH = 3e-3  # of t M^2 2^-24, up to which WUDI computes in float32
 Noise = Sequence[float] | None
 
@@ -38,8 +37,7 @@ def merge_matrix(
     """D of one matrix, by the method of the settings.
 
     Args:
-        noise: the largest singular value that rounding can make in each B_m, [M]; None for float32
-            entries.
+        noise: the largest singular value that rounding to 16 bits makes in each B_m, [M].
         shares: of the entries that each B_m has, if it is a random sample, [M].
         shape: of the matrices P B_m Q^T, if P and Q have orthonormal columns: D is then their
             merge, between P and Q^T. Directions are counted in the larger matrices.
@@ -53,21 +51,19 @@ def merge_matrix(
     return interference_free(bases, settings.flow_time, noise, shares)
 
 
-def rounding_noise(matrix: Tensor, unit: float) -> float:
-    """Estimate the largest singular value that rounding makes in a matrix [m, n].
+def rounding_noise(matrix: Tensor, dtype: torch.dtype) -> float:
+    """Estimate the largest singular value of the errors of a matrix [m, n] after a cast to `dtype`.
 
-    For independent errors this is about the largest norm of a row plus that of a column (Latala
-    2005, up to a constant). An entry is off by up to `unit` times its size, and by 0.41 of this
-    bound on average. The factor 0.6 leaves a margin.
-
-    Args:
-        unit: the unit roundoff of the entries' dtype: 2^-24 for float32, 2^-8 for bfloat16.
+    That of independent errors is about the largest norm of a row plus that of a column (Latala
+    2005). An entry is off by up to eps / 2 of its size, by 0.41 of this on average; 0.6 leaves a
+    margin. Below the normal numbers it is off by up to half of the smallest.
     """
     if not matrix.numel():
         return 0.0
-    dtype = torch.promote_types(matrix.dtype, torch.float32)
-    rows, columns = (torch.linalg.vector_norm(matrix, dim=dim, dtype=dtype).max() for dim in (1, 0))
-    return 0.6 * unit * float(rows + columns)
+    kind = torch.finfo(dtype)
+    rows, columns = (torch.linalg.vector_norm(matrix, dim=dim).max() for dim in (1, 0))
+    flat = kind.smallest_normal * sum(math.sqrt(side) for side in matrix.shape)
+    return kind.eps / 2 * math.hypot(0.6 * float(rows + columns), flat)
 
 
 def isotropic(
@@ -86,7 +82,7 @@ def isotropic(
         rank: r, if the bases are cores of larger matrices (see `merge_matrix`).
     """
     count, most = len(bases), min(bases.shape[1:])
-    rank, noise = rank or most, _noise_of(bases, noise)
+    rank, noise = rank or most, noise or [0.0] * count
     share = _share(rank, count, common)
     if not share:
         polar, sizes = _polar(bases.sum(0), sum(noise))
@@ -119,7 +115,8 @@ def singular_vectors(bases: Tensor, noise: Noise = None, rank: int | None = None
     Args:
         rank: r, if the bases are cores of larger matrices (see `merge_matrix`).
     """
-    count, noise, most = len(bases), _noise_of(bases, noise), min(bases.shape[1:])
+    count, most = len(bases), min(bases.shape[1:])
+    noise = noise or [0.0] * count
     share = min((rank or most) // count, most)
     left, sizes, right = _places(bases, count * share)
     blur = 0.0
@@ -160,7 +157,7 @@ def interference_free(
     norms = torch.stack([torch.linalg.vector_norm(base, dtype=torch.float64) for base in bases])
     norms *= norms.new_tensor(shares).sqrt()
     norms[norms == 0] = 1
-    floor = math.hypot(*map(operator.truediv, _noise_of(bases, noise), norms.tolist()))  # of C
+    floor = math.hypot(*map(operator.truediv, noise or [], norms.tolist()))  # of C
     total = bases.sum(0)
     if small := count * rows < columns and min(shares) == 1:
         wide = norms.to(dtype)[:, None]
@@ -188,7 +185,7 @@ def interference_free(
 
 def _flow_dtype(flow_time: float | str, count: int) -> torch.dtype:
     """float32 if its errors are small; `docs/mathematics.md` has them."""
-    rough = flow_time == "exact" or float(flow_time) * count**2 * FLOAT32 > ROUGH
+    rough = flow_time == "exact" or float(flow_time) * count**2 * 2.0**-24 > ROUGH
     return torch.float64 if rough else torch.float32
 
 
@@ -299,12 +296,6 @@ def _gram(wide: Tensor) -> Tensor:
 def _inverse(sizes: Tensor, floor: float) -> Tensor:
     """1 / sigma [r], sigma increasing; 0 for sigma up to `floor` or NULL times the largest."""
     return torch.where(sizes > max(floor, NULL * float(sizes[-1:].sum())), 1 / sizes, 0)
-
-
-def _noise_of(bases: Tensor, given: Noise) -> list[float]:
-    """The noise of each B_m, at least that of float32."""
-    own = [rounding_noise(base, FLOAT32) for base in bases]
-    return own if given is None else list(map(max, own, given))
 
 
 def _blur(sizes: Tensor, noise: float) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,7 @@ from torch import Tensor
 from tvb_mergekit.core.basis import Combination
 from tvb_mergekit.core.encoders import sum_alone
 from tvb_mergekit.core.lora import Factors
-from tvb_mergekit.core.matrices import FLOAT32, NULL, matrix_bytes, merge_matrix, rounding_noise
+from tvb_mergekit.core.matrices import matrix_bytes, merge_matrix, rounding_noise
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, counted, megabytes
 from tvb_mergekit.progress import silent
@@ -183,7 +182,7 @@ def _merged(settings: Settings, matrix: Item, encoder: Tensor, bases: Tensor) ->
         squares = encoder.square()
         each = torch.tensor([part.share for part in matrix.inputs], dtype=torch.float64)
         shares = (each @ squares / squares.sum(0)).nan_to_num(1.0).tolist()  # 1 of a zero basis
-    return _by_inputs(settings, matrix, bases, input_noise(matrix, encoder, bases), shares)
+    return _by_inputs(settings, matrix, bases, input_noise(matrix, bases), shares)
 
 
 def _by_inputs(
@@ -236,36 +235,19 @@ def merged_factors(basis: Combination, item: Item, adapters: Sequence[Adapter]) 
     if merges:
         core = _by_inputs(settings, item, bases.float()) * (values.lambda_ * basis.scale)
     near, sizes, far = torch.linalg.svd(core.double(), full_matrices=False)
-    rank = int((sizes > NULL * sizes[:1].sum()).sum())
+    rank = int((sizes > 1e-6 * sizes[:1].sum()).sum())
     roots = sizes[:rank].sqrt()
     halves = left @ (near[:, :rank] * roots), (roots[:, None] * far[:rank]) @ right.T
     return Factors(halves[0].float(), halves[1].float())
 
 
-def input_noise(matrix: Item, encoder: Tensor, bases: Tensor) -> list[float]:
-    """Largest singular value that rounding of the inputs can cause in each basis, [M].
-
-    Bases of a store were rounded to its dtype. A model in float32 is theta_0 + tau_i, rounded: this
-    is coarse if tau_i is short. Models in 16 bits count as exact, since their rounding can be as
-    long as tau_i.
-
-    Args:
-        encoder: from the inputs of `matrix` to the bases, [N, M].
-        bases: [M, m, n].
-    """
-    stored = {part.dtype for part in matrix.inputs if part.holds == "delta"}
-    floats = [torch.finfo(t) for t in stored if t.is_floating_point] or [torch.finfo(torch.float32)]
-    unit = max(info.eps for info in floats) / 2
-    least = max(info.smallest_normal * info.eps for info in floats) / 2  # of a subnormal entry
-    flat = least * sum(math.sqrt(size) for size in matrix.shape)
-    noise = [math.hypot(rounding_noise(base, unit), flat) for base in bases]
-    rows = [part.holds == "delta" or part.dtype.itemsize >= 4 for part in matrix.inputs]
-    if matrix.base is not None and any(rows):
-        buffer = torch.empty(matrix.numel, dtype=matrix.base.dtype)
-        theta = matrix.base.read(0, matrix.numel, buffer).view(matrix.shape)
-        each = rounding_noise(theta, FLOAT32) * encoder[rows].square().sum(0).sqrt()
-        noise = list(map(math.hypot, noise, each.tolist()))
-    return noise
+def input_noise(matrix: Item, bases: Tensor) -> list[float] | None:
+    """The noise of each basis [m, n] if the inputs are differences that were rounded to 16 bits."""
+    stored = [part.dtype for part in matrix.inputs if part.holds == "delta"]
+    for dtype in stored:
+        if dtype in (torch.bfloat16, torch.float16):
+            return [rounding_noise(base, dtype) for base in bases]
+    return None
 
 
 def merge_one(
