@@ -47,7 +47,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("learn/descent.py", "1 + math.cos", "2 * math.cos"),
         ("learn/localize.py", "basis != 0, own, -torch.inf)", "basis != 0, own, 0)"),
         ("core/learned.py", "masks.sum(0).clamp_(min=1)", "masks.amax(0).clamp_(min=1)"),
-        ("learn/localize.py", "bases_of(plan) * basis.scale,", "bases_of(plan) * 1,"),
+        ("learn/localize.py", "bases_of(plan) * plan.basis.scale,", "bases_of(plan) * 1,"),
         ("learn/localize.py", "weights / weights.sum(0)", "0 * weights + 1 / len(weights)"),
         ("learn/gradients.py", "basis.scale * torch.outer", "torch.outer"),
     ],

@@ -331,7 +331,7 @@ def misuses() -> Iterator[tuple[list[str], str]]:
 PATHS = """build RECIPE STORE; inspect PATH --plot; add STORE MODEL --base; undo STORE; remove STORE
     export STORE [OUT] --base; merge RECIPE|STORE OUT --base; check RECIPE|STORE --out
     score [[LABEL=]PATH...] --base --specialist --reference --benchmark --out
-    learn RECIPE --out --from --base; tune RECIPE --out --write"""
+    learn RECIPE --out --base; tune RECIPE --out --write"""
 OF_MODELS = ("--lora-merge-cache", "--transformers-cache")
 
 

@@ -3,7 +3,6 @@
 import codecs
 import errno
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,12 +12,11 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import processes
 import pytest
 import torch
 import transformers
 import worlds
-from commands import Result, contents, recipe, refused, tvb, write
+from commands import Result, recipe, refused, tvb, write
 from safetensors.torch import load_file
 from tiny import family, gpt2, load
 from torch import Tensor, nn
@@ -29,7 +27,6 @@ from tvb_mergekit.core.learned import regression_mean
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn import statistics
 from tvb_mergekit.learn.data import Example, encode, read_data
-from tvb_mergekit.learn.models import TaskModels
 
 TASKS = ("math", "code", "chat")
 State = Mapping[str, Tensor]
@@ -247,12 +244,6 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(tmp_path_factory.mktemp("learn"))
 
 
-@pytest.fixture(scope="module")
-def regmean(case: Case) -> Path:
-    """RegMean over the models themselves, whose statistics `--from` takes."""
-    return case.learn(case.recipe("r3", basis="none"), "regmean", "all", *case.words).folder
-
-
 @pytest.mark.parametrize(
     ("method", "more", "basis", "lambda_scale"),
     [
@@ -273,7 +264,7 @@ def test_merges_equal_the_equations(case, method, more, basis, lambda_scale):
     assert told["passes"] == {"forward": 12, "backward": 12 * (method == "fisher")}
     assert [each["lines"] for each in told["tasks"]] == [4, 4, 4]
     assert f"tvb learn {method}" in (merged.folder / "README.md").read_text()
-    assert not Path(f"{merged.folder}.partial").exists()
+    assert not list(merged.folder.parent.glob(f"{name}.partial*"))
     transformers.AutoTokenizer.from_pretrained(merged.folder)
 
 
@@ -284,31 +275,6 @@ def test_layers_of_gpt2_and_their_off_diagonals(tmp_path: Path) -> None:
     merged = case.learn(source, "regmean", "out", *words)
     want = case.want("regmean", np.eye(3), off_diagonal=0.5)
     assert_near(merged.tensors, want, load(case.base))
-
-
-def test_statistics_are_merged_again_over_other_bases(case: Case, regmean: Path) -> None:
-    regmean = shutil.copytree(regmean, case.folder / "copied")  # its files are damaged below
-    kept = regmean / "basis" / "statistics"
-    assert sorted(file.stem for file in kept.iterdir()) == sorted(TASKS)
-    source = case.recipe("r2", basis="ae", num_bases=2, steps=50)
-    with mock.patch.object(TaskModels, "load", side_effect=AssertionError):
-        again = case.learn(source, "regmean", "again", "--from", regmean)
-    want = case.want("regmean", again.basis["encoder"])
-    assert_near(again.tensors, want, load(case.base))
-    words = ["--from", regmean, "--out", case.folder / "no"]
-    assert "learned by regmean, not by fisher" in refused("learn", source, "fisher", *words)
-    fewer = case.recipe("fewer", basis="none", exclude="mlp")
-    told = "statistics of other tensors than this recipe's"
-    assert told in refused("learn", fewer, "regmean", *words)
-    file = kept / "math.safetensors"
-    whole = file.read_bytes()
-    for changed, told in (
-        (whole[:-1] + bytes([whole[-1] ^ 1]), "checksum is not the one in learned.json"),
-        (whole[:-9], "bytes, learned.json says"),
-        (None, "missing, and learned.json names it"),
-    ):
-        file.unlink() if changed is None else file.write_bytes(changed)
-        assert told in refused("learn", source, "regmean", *words)
 
 
 def test_fisher_over_a_store_has_the_statistics_of_its_models(case: Case) -> None:
@@ -326,18 +292,13 @@ def test_fisher_over_a_store_has_the_statistics_of_its_models(case: Case) -> Non
 
 def test_examples_are_subsampled_by_seed(case: Case) -> None:
     source = case.recipe("half", basis="balanced", num_bases=2)
-    words = ["learn", source, "fisher", *case.words]
-    bill = tvb(*words, "--samples", 3, "--out", case.folder / "dry", "--dry-run").output
-    assert "fisher over 2 bases" in bill and "math 3 of 4, code 3 of 4" in bill
-    assert "Passes of one example: 9 forward, 27 backward" in bill
-    assert not (case.folder / "dry").exists()
-    line = refused(*words, "--out", case.folder / "dry", "--memory", "16MB")
-    assert "16.0 MB of memory are too little for fisher" in line and "raise --memory" in line
     made = [case.learn(source, "fisher", f"seed{s}", *case.words, "--seed", s) for s in (0, 1)]
     differ = [n for n, t in made[0].tensors.items() if not torch.equal(t, made[1].tensors[n])]
     assert differ
     told = facts(made[0].folder)
     assert [each["examples"] for each in told["tasks"]] == [3, 3, 3]
+    drawn = case.learn(source, "fisher", "drawn", *case.words, "--samples", 3)
+    assert facts(drawn.folder)["passes"] == {"forward": 9, "backward": 27}
 
 
 def said(content: Any) -> str:
@@ -392,88 +353,28 @@ def test_what_is_refused(case: Case, tmp_path: Path) -> None:
         ("`basis` is pca, whose encoder has negative weights", pca, *files),
         ("`merge_method` is basis_ties", ties, *files),
         ("no tensor takes part", case.recipe("nothing", basis="none", exclude="."), *files),
-        ("--data: --from names finished statistics", plain, "--from", tmp_path, *files),
-        ("--resume: --from names finished statistics", plain, "--from", tmp_path, "--resume"),
-        ("not an --out of `tvb learn`", plain, "--from", tmp_path),
         ("expected TASK=FILE", plain, *files, "--data", f"={empty}"),
     ):
         assert told in refused("learn", source, "fisher", *words, "--out", tmp_path / "out"), told
-    words = ["learn", plain, "regmean", *files, "--out", tmp_path / "out"]
-    place = tmp_path / "out.partial"
-    for make in (Path.touch, lambda path: path.symlink_to("/nowhere")):
-        make(place)
-        assert f"{place} is in the way: not a folder" in refused(*words)
-        place.unlink()
-    place.mkdir()
-    for name in ("mine", ".mine", ".partial-mine", ".partial-mine_012"):
-        (place / name).write_text("")
-        assert f"{place}/{name} is in the way" in refused(*words)
-        (place / name).unlink()
 
 
-def test_from_leaves_an_unfinished_run(case, regmean, caplog):
-    source, out = case.recipe("two-runs", basis="none"), case.folder / "two-runs"
-    with mock.patch("tvb_mergekit.learn.running.write_model", side_effect=KeyboardInterrupt):
-        tvb("learn", source, "fisher", *case.words, "--quiet", "--out", out, code=130)
-    left = contents(Path(f"{out}.partial"))
-    fewer = case.recipe("two-runs-fewer", basis="none", exclude="mlp")
-    other = refused("learn", fewer, "fisher", *case.words, "--resume", "--quiet", "--out", out)
-    assert "differs from this command in tensors" in other
-    words = ["learn", source, "regmean", "--from", regmean, "--quiet", "--out", out]
+def test_what_stops_the_last_stage_leaves_nothing(case: Case) -> None:
+    """A full disk, Ctrl-C, and another process that has written meanwhile."""
+    source, out = case.recipe("last", basis="none"), case.folder / "last"
+    words = ["learn", source, "fisher", *case.words, "--quiet", "--out", out]
     full = OSError(errno.ENOSPC, "No space left on device")
     for error, code, told in (
         (KeyboardInterrupt, 130, "Interrupted.\n"),
         (full, 1, f"{full}\n"),
     ):
         with mock.patch("tvb_mergekit.learn.running.write_model", side_effect=error):
-            said = tvb(*words, code=code).stderr
-        assert told in said and "--resume" not in said
-    tvb(*words)
-    assert len(left) == 3 and left == contents(Path(f"{out}.partial"))
-    assert f"{out}.partial is neither used nor deleted (--from)" in caplog.text
-
-
-def test_a_full_disk_and_a_kill_in_the_last_stage(case, monkeypatch, caplog):
-    """Both leave what was learned, and say so, however OUT is written."""
-    source, out = case.recipe("last", basis="none"), case.folder / "last"
-    words = ["learn", source, "fisher", *case.words, "--quiet", "--out", "last/"]
-    writes = "tvb_mergekit.tensors.writing.FolderWriter.write"
-    monkeypatch.chdir(case.folder)
-    with mock.patch(writes, side_effect=OSError(errno.ENOSPC, "No space left on device")):
-        full = refused(*words)
-    assert "cannot write last/: " in full and "No space left" in full
-    assert Path(f"{out}.partial").is_dir()
-    words.append("--resume")
-    # Finished files need no second place on the disk.
-    held = sum(map(len, contents(Path(f"{out}.partial")).values()))
-    merged = sum(tensor.nbytes for tensor in load(case.base).values())
-    for free, told in ((held // 2, "cannot write"), (-held, "too little disk")):
-        usage = mock.Mock(free=2**20 + merged + free)
-        monkeypatch.setattr(shutil, "disk_usage", mock.Mock(return_value=usage))
-        with mock.patch(writes, side_effect=OSError(errno.ENOSPC, "No space left on device")):
-            assert told in refused(*words)
-    monkeypatch.undo()
-    monkeypatch.chdir(case.folder)
-    kill = partial(processes.on_call, writes, processes.KILL, 3)
-    assert processes.run(["tvb", *words], case.folder, kill).code == -9
-    (stale,) = case.folder.glob("last.partial-*")
-    tvb(*words)
-    assert f"{stale} was left by a merge that was killed or still runs" in caplog.text
-    assert load(out) and not Path(f"{out}.partial").exists()
-
-
-def test_what_another_process_has_written_meanwhile(case: Case) -> None:
-    out = case.folder / "taken"
-
-    def late(path: Any) -> Any:
-        out.mkdir()
-        (out / "model.safetensors").write_bytes(b"")
-        return SimpleNamespace(release=lambda: None)
-
-    words = ["learn", case.recipe("late", basis="none"), "fisher", *case.words, "--quiet"]
-    with mock.patch("tvb_mergekit.learn.running.lock", late):
-        assert "already holds weight files" in refused(*words, "--out", out)
-    assert not Path(f"{out}.partial").exists()
+            assert told in tvb(*words, code=code).stderr
+        assert not list(case.folder.glob("last*/"))
+    with mock.patch("tvb_mergekit.learn.running.check_disk", side_effect=lambda *_: out.mkdir()):
+        with mock.patch("tvb_mergekit.plugin.run.check_output_folder"):
+            tvb(*words)
+    assert load(out) and [*out.glob("*/")] == [out / "basis"]
+    assert "already holds weight files" in refused(*words)
 
 
 def test_experts_are_saved_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -482,21 +383,19 @@ def test_experts_are_saved_again(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     told = "`save_pretrained(FOLDER, save_original_format=False)`"
     assert told in refused("build", source, store)
 
-    def warned(method: str) -> list[str]:
-        words = ["learn", source, method, *case.words, "--out", tmp_path / "dry", "--dry-run"]
+    def warned(name: str, method: str, *more: object) -> list[str]:
         caplog.clear()
-        assert "MB, without activations" in tvb(*words).output
-        return caplog.messages
+        case.learn(source, method, name, *case.words, *more)
+        return [line for line in caplog.messages if "nothing is learned of them" in line]
 
-    for method in ("fisher", "atlas"):
-        (line,) = warned(method)
-        assert "nothing is learned of them" in line and "save_original_format=False" in line
+    for method, count, more in (("fisher", 4, ()), ("atlas", 1, ("--epochs", 1))):
+        lines = warned(method, method, *more)
+        assert len(lines) == count and all("save_original_format=False" in line for line in lines)
     for folder in (case.base, *case.models):  # as it says
         model = AutoModelForCausalLM.from_pretrained(folder)
         model.save_pretrained(folder, save_original_format=False)
     tvb("build", source, store, "--quiet")
-    case.learn(source, "fisher", "out", *case.words, "--no-subsample")
-    assert warned("fisher") == []
+    assert warned("again", "fisher", "--no-subsample") == []
 
 
 def test_a_token_that_the_model_does_not_know(case: Case, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def learn(recipe: str) -> None:
     \b
     Example:
       tvb learn two.yml regmean --data math=m.jsonl --data code=c.jsonl --out two
-      tvb learn ./store atlas --data law=m.jsonl --out law --dry-run
+      tvb learn ./store atlas --data law=m.jsonl --out law
     """
 
 
@@ -63,8 +63,6 @@ EVERY: tuple[Body, ...] = (
     option("--subsample/--no-subsample", default=True, help="Use M/T of the examples, or all."),
     choice("--precision", "float32 bfloat16", default="float32", help="Precision of the passes."),
     option("--seed", type=SEED, default=0, help="Seed of all random choices."),
-    flag("--resume", help="Continue an interrupted run."),
-    flag("--dry-run", help="Only print the costs: passes, memory without activations, disk."),
 )
 MIXTURE = choice(
     *("--mixture", "encoder equal positive"),
@@ -72,9 +70,7 @@ MIXTURE = choice(
     help="Weights of the tasks' data for a basis: W_e, 1/T, or for pca the softmax of its positive "
     "weights.",
 )
-FROM = folder("--from", "source", help="Merge the statistics of an earlier --out.")
 NONNEGATIVE = flag("--nonnegative", help="Learn square roots of the coefficients.")
-SHAPES_STATISTICS = ("data", "samples", "subsample", "seed", "precision", "resume")
 SHAPES_MASKS = (
     *("data", "mixture", "subsample", "seed", "precision", "penalty", "epochs", "learning_rate"),
     *("batch_size", "held_out", "patience", "checkpointing"),
@@ -105,37 +101,31 @@ def method(*options: Body) -> Body:
         shared = ("base", "device", "memory", *ACCESS, "quiet")
         for each in reversed((*EVERY, *options)):
             each(run)
-        return command(*shared, group=learn, writes="out", several=True)(run)
+        return command(*shared, group=learn, writes="out")(run)
 
     return decorate
 
 
-@method(MIXTURE, FROM)
+@method(MIXTURE)
 @option("--samples", type=click.IntRange(0), default=0, help="Labels drawn; 0: the data's own.")
 @flag("--normalize", help="Give the information of all tasks the same sum.")
 def fisher() -> None:
     """Weight entries by their Fisher information.
 
-    The statistics stay in OUT/basis: --from OUT merges them again without data.
-
     \b
     Example:
       tvb learn two.yml fisher --data math=m.jsonl --data code=c.jsonl --out two
-      tvb learn other.yml fisher --from two --out other
     """
 
 
-@method(MIXTURE, FROM)
+@method(MIXTURE)
 @option("--off-diagonal", type=Range(0, 1), default=0.9, help="Factor of X^T X off its diagonal.")
 def regmean() -> None:
     """Fit linear layers to the outputs of all models.
 
-    The statistics stay in OUT/basis: --from OUT merges them again without data.
-
     \b
     Example:
       tvb learn two.yml regmean --data math=m.jsonl --data code=c.jsonl --out two
-      tvb learn other.yml regmean --from two --out other
     """
 
 
@@ -221,24 +211,18 @@ def route(data: tuple[str, ...], out: str, base: str | None, **values: Any) -> N
     learn_centroids(bases, folder, data, Path(out), engine.devices[0], trust, engine.progress)
 
 
-def _learn(name: Any, base: str | None, dry_run: bool, **values: Any) -> None:
+def _learn(name: Any, base: str | None, **values: Any) -> None:
     context = click.get_current_context()
-    if values.get("source"):
-        refuse_given(SHAPES_STATISTICS, "--from names finished statistics")
     if values.get("dataless"):
         refuse_given(SHAPES_MASKS, "--dataless uses no examples")
     import_mergekit()
     from tvb_mergekit.learn.running import learn as run
     from tvb_mergekit.learn.work import Request
     from tvb_mergekit.plugin.inputs import Options
-    from tvb_mergekit.tensors import ranks
 
     assert context.parent is not None
     recipe = context.parent.params["recipe"]
     values["device"] = str(device_of(values["device"]))
     document = document_of(recipe, "add" if os.path.isdir(recipe) else None, base)
     options = Options(**{k: values.pop(k) for k in (*ACCESS, "device", "quiet")})
-    request = Request(document=document, method=name, options=options, **values)
-    costs = run(request, dry_run)
-    for line in costs.lines if dry_run and ranks.world().leads else ():
-        click.echo(line)
+    run(Request(document=document, method=name, options=options, **values))

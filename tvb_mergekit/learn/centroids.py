@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.data import encode, open_tokenizer, read_data
 from tvb_mergekit.learn.models import limits, load_model
+from tvb_mergekit.learn.work import save
 from tvb_mergekit.progress import Progress
 from tvb_mergekit.store.routing import prompt_states
 from tvb_mergekit.store.store import Bases
@@ -44,7 +44,7 @@ def learn_centroids(
             update(1)
         means.append(torch.cat(states).mean(0))
     facts = {"tasks": bases.tasks, "base": bases.facts.store.base_fingerprint}
-    kept.save(out, kept.LEARNED, {"centroids": torch.stack(means)}, facts)
+    save(out, {"centroids": torch.stack(means)}, facts)
 
 
 def _asked(record: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.data import Batch, Example, LossFunction, runs
 from tvb_mergekit.learn.statistics import WEIGHTS, Parameters, gradients_to
-from tvb_mergekit.tensors import ranks
 
 LOG = logging.getLogger(__name__)
 
@@ -128,7 +127,7 @@ class Descent:
     update: Callable[..., object] = lambda done, note: None
 
     def __post_init__(self) -> None:
-        self.device, self.world = next(self.model.parameters()).device, ranks.world()
+        self.device = next(self.model.parameters()).device
         schedule, variables = self.schedule, self.moving.variables
         kind = torch.optim.SGD if schedule.mask else torch.optim.AdamW
         self.optimizer = kind(variables, lr=schedule.rate, weight_decay=schedule.decay)
@@ -221,35 +220,25 @@ class Descent:
         for variable in self.moving.variables:
             if variable.grad is None:
                 variable.grad = torch.zeros_like(variable)
-            if self.world.size > 1:
-                variable.grad.copy_(self._summed(variable.grad))
         return mean + self.moving.add_penalty()
 
     def _mean(self, batch: Sequence[Example], backward: bool = False) -> float:
-        """The mean loss of a batch. Each process passes a share of it, and adds its gradient."""
-        total = torch.zeros((), dtype=torch.float64)
-        if share := batch[self.world.rank :: self.world.size]:
-            tensors = Batch.of(share, self.device)
-            self.moving.begin(tensors)
-            with passing(self.device, self.dtype), torch.set_grad_enabled(backward):
-                ids, mask = tensors.ids, tensors.mask
-                found = self.model(input_ids=ids, attention_mask=mask, use_cache=False)
-                loss = self.loss(found.logits, tensors) / len(batch)
-            if backward:
-                loss.backward()
-            total += loss.detach().double().cpu()
-        mean = float(self._summed(total))
+        """The mean loss of a batch."""
+        tensors = Batch.of(batch, self.device)
+        self.moving.begin(tensors)
+        with passing(self.device, self.dtype), torch.set_grad_enabled(backward):
+            ids, mask = tensors.ids, tensors.mask
+            found = self.model(input_ids=ids, attention_mask=mask, use_cache=False)
+            loss = self.loss(found.logits, tensors) / len(batch)
+        if backward:
+            loss.backward()
+        mean = float(loss.detach())
         if not math.isfinite(mean):
             first = batch[0]
             place = f"{first.path}, line {first.line}"
             raise NotFinite(f"the loss is {mean} in a batch that begins with {place}")
         self.update(len(batch), f"loss {mean:.4g}")
         return mean
-
-    def _summed(self, value: Tensor) -> Tensor:
-        summed = value.cpu().contiguous()
-        self.world.add_up(summed)
-        return summed
 
     def _step(self) -> None:
         schedule, variables = self.schedule, self.moving.variables

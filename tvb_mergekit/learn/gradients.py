@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tvb_mergekit.core.merge import Linear, Step
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.data import (
     Example,
     Split,
@@ -32,14 +30,11 @@ from tvb_mergekit.learn.data import (
 )
 from tvb_mergekit.learn.descent import Descent, History, Moving, Schedule
 from tvb_mergekit.learn.models import bases_of, check_untied, load_model
-from tvb_mergekit.learn.work import CostEstimate, Request, Work, hash_of
+from tvb_mergekit.learn.work import Request, Work, save
 from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.matrices import Joined, slice_of
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Item, Sink
-
-LOG = logging.getLogger(__name__)
 
 SCHEDULES = {
     "localize": Schedule(epochs=10, rate=3.0, batch=8, mask=True),
@@ -49,8 +44,8 @@ SCHEDULES = {
 }
 PER = Literal["layer", "tensor"]
 LAYER = re.compile(r"^(.*?\.\d+)\.")
-# Options of all methods by gradients that shape the result, in a file's facts.
-SHAPING = ("method", "mixture", "seed", "subsample", "held_out", "precision")
+# Options of all methods by gradients that shape the result.
+SHAPING = ("mixture", "seed", "subsample", "held_out", "precision")
 
 
 def _layers(config: Any) -> int | None:
@@ -63,11 +58,9 @@ class GradientMethod(Work):
     Attributes:
         base: theta_0 of each tensor that moves, flattened.
         splits: the examples of each task.
-        histories: of the finished files.
-        learned: the facts in the last finished file.
+        histories: of the descents.
     """
 
-    folder = "learned"
     by_gradient = True
 
     def __init__(self, request: Request, plan: Plan) -> None:
@@ -79,7 +72,6 @@ class GradientMethod(Work):
         self.base: dict[str, Tensor] = {}
         self.splits: list[Split] = []
         self.histories: list[History] = []
-        self.learned: dict[str, Any] = {}
         check_untied(self.models.named(self.models.empty), "the base's model")
         pairs = [(i.name, i.base.name) for i in plan.tensors.items if i.base and i.base.name]
         moved = any(re.findall(r"\d+", one) != re.findall(r"\d+", two) for one, two in pairs)
@@ -89,47 +81,18 @@ class GradientMethod(Work):
                 "the models under `models`"
             )
 
-    def _passes(self, runs: int) -> tuple[int, int]:
-        """Forward and backward passes of all runs, if none ends early."""
+    def _passes(self, runs: int) -> int:
+        """Forward passes of all runs, if none ends early."""
         used = [file.count(self.share) for file in self.files]
-        if not used:
-            return 0, 0
         held = [held_out(some, self.request.held_out) for some in used]
         train = [some - apart for some, apart in zip(used, held, strict=True)]
         factor, epochs = len(used) / runs, self.schedule.epochs
         steps, apart = amount(factor, train), amount(factor, held) if any(held) else 0
-        last = apart or min(self.schedule.batch, steps)
-        return runs * (epochs * (steps + apart) + last), runs * epochs * steps
-
-    def _memory(self, bases: int) -> int:
-        """Bytes of bases, theta, theta_0, and the temporaries of one tensor."""
-        sizes = [item.numel for item in self.plan.tasks.items]
-        models = 2 * self.model_bytes if self.files else 0
-        return 4 * bases * sum(sizes) + models + 24 * max(sizes)
+        return runs * (epochs * (steps + apart) + (apart or min(self.schedule.batch, steps)))
 
     @abstractmethod
     def _own_facts(self) -> dict[str, Any]:
-        """The method's own facts about a file."""
-
-    def _wanted(self, scale: float | None = None) -> dict[str, Any]:
-        """The facts that a finished file must have.
-
-        Args:
-            scale: of the bases, if the file depends on it.
-        """
-        request, plan = self.request, self.plan
-        return {
-            "bases": {
-                "fingerprints": list(plan.tasks.fingerprints.values()),
-                "encoder": bases_of(plan).tolist(),
-                "scale": scale,
-                "tensors": hash_of(self.tensors),
-            },
-            "data": [[each["task"], each["sha256"], each["tokens"]] for each in self.data_facts()],
-            **{key: getattr(request, key) for key in SHAPING},
-            "schedule": asdict(self.schedule),
-            **self._own_facts(),
-        }
+        """The method's own facts."""
 
     def _prepare(self, runs: int, moves: bool = True) -> None:
         """Load the base's model, and split the examples, for a number of descents.
@@ -153,7 +116,7 @@ class GradientMethod(Work):
             Split.of(examples, request.held_out, f"{request.seed} {task}")
             for task, examples in self.examples.items()
         ]
-        self._update = self.plan.engine.progress(self.method, self._passes(runs)[0], "example")
+        self._update = self.plan.engine.progress(self.method, self._passes(runs), "example")
 
     def _descend(
         self, moving: Moving, examples: Callable[[int], Sequence[Example]], held: Sequence[Example]
@@ -169,30 +132,18 @@ class GradientMethod(Work):
         held = [example for split in self.splits for example in split.held]
         return self._descend(moving, lambda epoch: shuffled(train, f"{seed} {epoch}"), held)
 
-    def _is_finished(self, file: Path, wanted: Mapping[str, Any]) -> bool:
-        if not file.is_file():
-            return False
-        facts = kept.check_same(file, kept.LEARNED, wanted)
-        LOG.warning("--resume: %s is complete", file.stem)
-        self._note(History(**facts["history"]), facts)
-        return True
-
-    def _finish(
-        self, history: History, facts: dict[str, Any], write: Callable[[dict[str, Any]], None]
-    ) -> None:
-        facts = {**facts, "history": asdict(history), "tasks": self.data_facts()}
-        self._note(history, facts)
-        ranks.world().share(lambda: write(facts))
-
-    def _note(self, history: History, facts: dict[str, Any]) -> None:
+    def _note(self, history: History) -> None:
         self.histories.append(history)
-        self.learned = facts
         self.passes = self.passes[0] + history.forward, self.passes[1] + history.backward
 
     def facts(self) -> dict[str, Any]:
-        left = ("bases", "data", "history", "rows", "basis", "method", "shapes")
-        found = {key: value for key, value in self.learned.items() if key not in left}
-        return {**found, "history": [asdict(history) for history in self.histories]}
+        return {
+            **{key: getattr(self.request, key) for key in SHAPING},
+            "schedule": asdict(self.schedule),
+            **self._own_facts(),
+            "tasks": self.data_facts(),
+            "history": [asdict(history) for history in self.histories],
+        }
 
 
 @dataclass(frozen=True)
@@ -271,12 +222,6 @@ class Coefficients(Moving):
 class CoefficientMethod(GradientMethod):
     """Learns c for the merge theta_0 + sum_m c_m B_m, for each layer, tensor or block."""
 
-    def costs(self) -> CostEstimate:
-        bases = self.num_bases
-        # Coefficients, their gradients, moments and best values, and the start.
-        memory = self._memory(bases) + 32 * self.rows.count * bases
-        return self.estimate(*self._passes(1), memory, 0)
-
     @property
     def rows(self) -> Rows:
         return Rows.of(self.plan.tasks.names, self.per, self.request.blocks)
@@ -325,16 +270,12 @@ class CoefficientMethod(GradientMethod):
         return basis.scale * torch.outer(lambdas, addition)
 
     def learn(self) -> None:
-        request, wanted, file = self.request, self._wanted(), self.outputs[0]
-        if self._is_finished(file, wanted):
-            return
         self._prepare(1)
         bases, rows = self.models.stacked(bases_of(self.plan) * self._scale), self.rows
-        moving = Coefficients(self.base, bases, rows, self._start(), request.nonnegative)
-        history = self._descend_on_all(moving)
+        moving = Coefficients(self.base, bases, rows, self._start(), self.request.nonnegative)
+        self._note(self._descend_on_all(moving))
         values = {"coefficients": moving.values.detach() * self._scale}
-        wanted["rows"] = list(rows.titles)
-        self._finish(history, wanted, lambda facts: kept.save(file, kept.LEARNED, values, facts))
+        save(self.outputs[0], values, {**self.facts(), "rows": list(rows.titles)})
 
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
         values, rows = load_file(self.outputs[0])["coefficients"], self.rows

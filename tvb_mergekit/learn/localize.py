@@ -14,13 +14,13 @@ from torch import Tensor
 
 from tvb_mergekit.core.learned import Stitch
 from tvb_mergekit.core.merge import Step
-from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.data import drawn
 from tvb_mergekit.learn.descent import History, Moving
 from tvb_mergekit.learn.gradients import GradientMethod
 from tvb_mergekit.learn.models import base_names, bases_of, check_mixture, mixtures_of
-from tvb_mergekit.learn.work import CostEstimate, Request
+from tvb_mergekit.learn.work import Request, save
 from tvb_mergekit.plugin.plan import Plan
+from tvb_mergekit.store.routing import LEARNED
 from tvb_mergekit.tensors.checkpoint import Checkpoint, facts_in
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.source import TensorInfo, Weights
@@ -35,12 +35,6 @@ class Localize(GradientMethod):
             check_mixture(plan, request.mixture)
         super().__init__(request, plan)
 
-    def costs(self) -> CostEstimate:
-        bases, numel = self.num_bases, sum(item.numel for item in self.plan.tasks.items)
-        # S, its gradient, the best S, a copy to compare, and the masks.
-        memory = self._memory(1) + 20 * numel
-        return self.estimate(*self._passes(bases), memory, bases * numel // 8)
-
     @property
     def outputs(self) -> list[Path]:
         count = bases_of(self.plan).shape[1]
@@ -48,30 +42,25 @@ class Localize(GradientMethod):
 
     def _own_facts(self) -> dict[str, Any]:
         names = ("density", "penalty", "dataless")
-        own = {name: getattr(self.request, name) for name in names}
-        return {**own, "of": "bases"}
+        return {name: getattr(self.request, name) for name in names}
 
     def learn(self) -> None:
-        request, plan, basis = self.request, self.plan, self.plan.basis
-        matrix, wanted = bases_of(plan) * basis.scale, self._wanted(basis.scale)
-        weights = torch.zeros(0)
+        request, plan = self.request, self.plan
+        matrix, weights = bases_of(plan) * plan.basis.scale, torch.zeros(0)
         if not request.dataless:
             weights = mixtures_of(plan, request.mixture)
             weights = weights / weights.sum(0)
             self._prepare(matrix.shape[1])
 
-        def learn_one(number: int, file: Path, own: dict[str, Any]) -> None:
+        def learn_one(number: int, file: Path) -> None:
             bases = self.models.stacked(matrix[:, number : number + 1])
             mask = Mask(self.base, bases, request.density, penalty=request.penalty)
-            history = History()
             if not request.dataless:
-                history = self._learn_mask(mask, weights[:, number].tolist(), number)
-            self._finish(history, own, lambda facts: self._write(file, mask, facts))
+                self._note(self._learn_mask(mask, weights[:, number].tolist(), number))
+            self._write(file, mask)
 
         for number, file in enumerate(self.outputs):
-            own = {**wanted, "basis": number}
-            if not self._is_finished(file, own):
-                learn_one(number, file, own)  # its memory is free before the next basis is read
+            learn_one(number, file)  # its memory is free before the next basis is read
 
     def _learn_mask(self, mask: Mask, weights: Sequence[float], number: int) -> History:
         factor, seed = len(self.tasks) / len(self.outputs), f"{self.request.seed} {number}"
@@ -80,11 +69,11 @@ class Localize(GradientMethod):
         held_out = drawn(weights, held, factor, seed)
         return self._descend(mask, lambda epoch: own(f"{seed} {epoch}"), held_out)
 
-    def _write(self, file: Path, mask: Mask, facts: dict[str, Any]) -> None:
+    def _write(self, file: Path, mask: Mask) -> None:
         names, entries = base_names(self.plan), mask.kept()
         packed = {names[n]: torch.from_numpy(np.packbits(e.cpu())) for n, e in entries.items()}
         shapes = {names[item.name]: item.shape for item in self.plan.tasks.items}
-        kept.save(file, kept.LEARNED, packed, {**facts, "shapes": shapes})
+        save(file, packed, {**self.facts(), "shapes": shapes})
 
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
         masks, names = [Masks(file) for file in self.outputs], base_names(plan)
@@ -105,7 +94,7 @@ class Masks(Weights):
     holds = "delta"
 
     def __init__(self, file: Path) -> None:
-        self.stored, shapes = Checkpoint.open(file), facts_in(file, kept.LEARNED)["shapes"]
+        self.stored, shapes = Checkpoint.open(file), facts_in(file, LEARNED)["shapes"]
         self.tensors = {n: TensorInfo(tuple(shape), torch.float32) for n, shape in shapes.items()}
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:

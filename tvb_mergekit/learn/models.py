@@ -68,15 +68,6 @@ class TaskModels:
         owner = recipe.models[self.tasks.index(str(task))] if alone else recipe.base
         return Path(self.plan.tensors.checkpoints[owner].folder)
 
-    def weights(self, task: str) -> list[str]:
-        """Fingerprints that identify the weights of a task's model."""
-        prints = self.plan.tasks.fingerprints
-        if self.stored is not None and not self.stored.keeps_tasks:  # all bases
-            return [*prints.values(), task]
-        recipe = self.plan.recipe
-        own = prints[str(recipe.models[self.tasks.index(task)])]
-        return [own] if self.stored is None else [prints[str(recipe.base)], own, task]
-
     def load(self, task: str) -> nn.Module:
         """The model of a task, instead of the previous one."""
         if self.stored is None:

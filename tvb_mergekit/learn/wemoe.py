@@ -15,15 +15,14 @@ import torch
 from torch import nn
 
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.learn import kept
 from tvb_mergekit.learn.data import Batch
 from tvb_mergekit.learn.descent import Moving
 from tvb_mergekit.learn.gradients import GradientMethod
 from tvb_mergekit.learn.models import bases_of
-from tvb_mergekit.learn.work import CostEstimate, Request, hash_of
+from tvb_mergekit.learn.work import Request, save
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.store.live import LiveSink
-from tvb_mergekit.store.routing import BLOCK, ROUTERS, Routed, routed_parameters, router_of
+from tvb_mergekit.store.routing import ROUTERS, Routed, routed_parameters, router_of
 from tvb_mergekit.tensors.merging import merge_items
 from tvb_mergekit.tensors.stream import Item, Sink
 
@@ -56,9 +55,9 @@ class Wemoe(GradientMethod):
         self.width = int(config.get_text_config().hidden_size)
         if request.learning_rate is None:  # a step moves r by the rate times the sum of |inputs|
             self.schedule = replace(self.schedule, rate=self.schedule.rate / self.width)
+        self.routed = self._routed()
 
-    @property
-    def routed(self) -> dict[str, str]:
+    def _routed(self) -> dict[str, str]:
         """The tensors to route -> the name of the MLP.
 
         Raises:
@@ -77,29 +76,16 @@ class Wemoe(GradientMethod):
         """The sizes of a router's layers, from that of a token in front of an MLP."""
         return [self.width] * self.request.depth + [bases]
 
-    def costs(self) -> CostEstimate:
-        bases, routed = self.num_bases, self.routed
-        items = [item for item in self.plan.tasks.items if item.name in routed]
-        each = sum(p.numel() for p in router_of(self._sizes(bases)).parameters())
-        routers = each * len(set(routed.values()))
-        # Variables, their gradients, moments and best values; combined weights and their gradients.
-        largest = max(BLOCK, *(4 * item.numel for item in items))
-        # At the start all sequences have one r, and the combined weights of all MLPs are kept.
-        memory = 4 * (bases + 1) * sum(item.numel for item in items) + 20 * routers + 3 * largest
-        disk = 4 * routers + bases * sum(item.numel * item.out.itemsize for item in items)
-        return self.estimate(*self._passes(1), memory + self.model_bytes * bool(self.files), disk)
-
     @property
     def outputs(self) -> list[Path]:
         return [self.place / ROUTERS]
 
     def _own_facts(self) -> dict[str, Any]:
-        lambdas = [[i.name, i.tunables.lambda_] for i in self.plan.items() if i.tunables]
+        lambdas = dict.fromkeys(i.tunables.lambda_ for i in self.plan.items() if i.tunables)
         own = {key: getattr(self.request, key) for key in ("unlabeled", "depth")}
         settings = self.plan.recipe.settings
         merge = {"merge_method": settings.method, **settings.in_force()}
-        every = list(dict.fromkeys(by for _, by in lambdas))
-        return {**own, "lambda": every, "lambdas": hash_of(lambdas), "merge": merge}
+        return {**own, "lambda": [*lambdas], "merge": merge}
 
     def _routers(self) -> dict[str, nn.Sequential]:
         """Routers whose outputs are 0, so that the model is the one merged by the recipe."""
@@ -113,10 +99,6 @@ class Wemoe(GradientMethod):
         return found
 
     def learn(self) -> None:
-        file, basis = self.outputs[0], self.plan.basis
-        wanted = self._wanted(basis.scale)
-        if self._is_finished(file, wanted):
-            return
         self._prepare(1, moves=False)
         held = {name: p.detach() for name, p in self._parameters.items()}
         items = [item for item in self.plan.items() if item.name in held]
@@ -125,11 +107,11 @@ class Wemoe(GradientMethod):
         bases = {name: each.view(-1, *held[name].shape) for name, each in stacked.items()}
         routed = Routed(self._model, self._routers(), bases)
         routed.route()
-        history = self._descend_on_all(Routers(routed))
+        self._note(self._descend_on_all(Routers(routed)))
         found = {item.name: bases[item.name].to(item.out) for item in items if item.name in bases}
         for mlp, router in routed.routers.items():
             found |= {f"{mlp}.router.{key}": each for key, each in router.state_dict().items()}
-        self._finish(history, wanted, lambda facts: kept.save(file, kept.LEARNED, found, facts))
+        save(self.outputs[0], found, self.facts())
 
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
         merge_items(plan.basis, items, sink, plan.engine)

@@ -1,39 +1,34 @@
-"""The frame of all methods: request, data, costs, folder of finished files, and `learned.json`."""
+"""The frame of all methods: request, data, learned files, and `learned.json`."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import shutil
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from mergekit.common import dtype_from_name
+from safetensors.torch import save_file
+from torch import Tensor
 
 from tvb_mergekit import __version__
-from tvb_mergekit.atomic import is_left_over
 from tvb_mergekit.core.gram import NO_TENSOR
-from tvb_mergekit.errors import UserError, counted, listed, megabytes
-from tvb_mergekit.learn import kept
+from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.learn.data import DataFile, Example, encode, open_tokenizer, read_data
 from tvb_mergekit.learn.models import Mixture, TaskModels, limits
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.settings import MATRIX_METHODS
+from tvb_mergekit.store import routing
 from tvb_mergekit.store.facts import FOLDER, record_of
-from tvb_mergekit.store.writer import link
+from tvb_mergekit.tensors.checkpoint import FACTS_VERSION
 from tvb_mergekit.tensors.layout import MEMORY
-from tvb_mergekit.tensors.output import check_disk
-from tvb_mergekit.tensors.passes import LEAST
 from tvb_mergekit.tensors.stream import Item, Sink
 
 LOG = logging.getLogger(__name__)
@@ -53,7 +48,6 @@ class Request:
     method: LearningMethod
     out: str
     data: Sequence[str] = ()
-    source: str | None = None
     mixture: Mixture = "encoder"
     subsample: bool = True
     samples: int = 0
@@ -75,13 +69,7 @@ class Request:
     checkpointing: bool = False
     seed: int = 0
     memory: int = MEMORY
-    resume: bool = False
     options: Options = field(default_factory=Options)
-
-    @property
-    def partial(self) -> Path:
-        """The folder of finished files until the merged model is complete."""
-        return Path(f"{os.path.realpath(self.out)}.partial")
 
     def check(self) -> None:
         """Warn of recipe keys without effect.
@@ -101,23 +89,11 @@ class Request:
             LOG.warning("%s does not use the recipe's `%s`", self.method, listed(unused))
 
 
-@dataclass(frozen=True)
-class CostEstimate:
-    """Costs in bytes, and all costs in words.
-
-    Attributes:
-        memory: without activations.
-        disk: of the finished files and the merged model.
-    """
-
-    memory: int
-    disk: int
-    lines: list[str]
-
-
-def hash_of(value: object) -> str:
-    """A hash of a JSON value."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+def save(file: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Write learned tensors, with facts in the metadata."""
+    held = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+    save_file(held, file, {routing.LEARNED: json.dumps({"version": FACTS_VERSION, **facts})})
+    file.chmod(0o644)  # `save_file` lets only the owner read
 
 
 class Work(ABC):
@@ -125,13 +101,12 @@ class Work(ABC):
 
     Attributes:
         models: the models of the tasks and of the base.
-        place: the folder of the finished files.
+        place: a folder for learned files, which is deleted after the merge.
         files: the data.
         encoded: for each task its examples as tokens.
         passes: forward and backward passes of one example so far.
     """
 
-    folder: str  # of the finished files, in basis/
     by_gradient = False  # on the base's model, in steps
 
     def __init__(self, request: Request, plan: Plan) -> None:
@@ -143,10 +118,9 @@ class Work(ABC):
         self.device = plan.engine.devices[0]
         self.dtype = dtype_from_name(request.precision)
         self.models = TaskModels(plan, self.device)
-        self.tasks, source = self.models.tasks, request.source
-        self.place = Path(source) / FOLDER / self.folder if source else request.partial
+        self.tasks, self.place = self.models.tasks, Path()
         self.files: list[DataFile] = []
-        if source is None and not request.dataless:
+        if not request.dataless:
             names = None if self.method == "atlas" else self.tasks
             self.files = read_data(request.data, names, self.unlabeled, self.method != "wemoe")
         self.encoded = {file.task: self._encoded(file) for file in self.files}
@@ -198,22 +172,18 @@ class Work(ABC):
         return {f.task: [self.encoded[f.task][k] for k in f.drawn(share, seed)] for f in self.files}
 
     @property
-    def model_bytes(self) -> int:
-        """The size of a model in float32."""
-        return 4 * sum(info.numel for info in self.plan.base.tensors.values())
+    def disk(self) -> int:
+        """The bytes of `outputs`, if they are many."""
+        return 0
 
     @property
     @abstractmethod
     def outputs(self) -> list[Path]:
-        """The files to be finished."""
-
-    @abstractmethod
-    def costs(self) -> CostEstimate:
-        """Estimate the costs before the bases are built."""
+        """The files in `place`."""
 
     @abstractmethod
     def learn(self) -> None:
-        """Finish `outputs`, for `merge_into` and `write`."""
+        """Write `outputs`, for `merge_into` and `write`."""
 
     @abstractmethod
     def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
@@ -223,94 +193,21 @@ class Work(ABC):
     def facts(self) -> dict[str, Any]:
         """The method's own entries of learned.json."""
 
-    def estimate(self, forward: int, backward: int, memory: int, disk: int) -> CostEstimate:
-        """Add the merge's own costs."""
-        memory, disk = memory + LEAST, disk + self.plan.output_bytes
-        used = [f"{f.task} {f.count(self.share)} of {len(f.records)}" for f in self.files]
-        passes = "at most " * self.by_gradient  # which may end early
-        lines = [
-            f"{self.method} over {counted(self.num_bases, 'basis')}",
-            f"Examples: {', '.join(used) or 'none'}",
-            f"Passes of one example: {passes}{forward} forward, {backward} backward",
-            f"Memory: {megabytes(memory)}, without activations",
-            f"Disk: {megabytes(disk)}",
-        ]
-        return CostEstimate(memory, disk, lines)
-
-    def check(self) -> CostEstimate:
-        """Estimate the costs.
-
-        Raises:
-            UserError: too little memory or disk, or foreign files in OUT.partial.
-        """
-        request, costs = self.request, self.costs()
-        if costs.memory > request.memory:
-            raise UserError(
-                f"{megabytes(request.memory)} of memory are too little for {self.method}, which "
-                f"needs {megabytes(costs.memory)} without activations; raise --memory"
-            )
-        left = [file for file in self.finished() if file.parent == request.partial]
-        needed = costs.disk - sum(file.stat().st_size for file in left)  # used again, or deleted
-        if os.path.ismount(os.path.realpath(request.out)):  # OUT.partial is on another disk
-            check_disk(request.out, self.plan.output_bytes)
-            check_disk(request.partial, needed - self.plan.output_bytes)
-        else:
-            check_disk(request.out, needed)
-        return costs
-
-    def finished(self) -> list[Path]:
-        """The finished files in OUT.partial; ignores remains of `atomic.beside`.
-
-        Raises:
-            UserError: it holds other files, or is not a folder.
-        """
-        partial = self.request.partial
-        if os.path.lexists(partial) and not partial.is_dir():
-            raise UserError(
-                f"{partial} is in the way: not a folder, and a folder of this name holds finished "
-                "files until OUT is complete; move it, or name another --out"
-            )
-        left = [file for file in partial.glob("*") if not is_left_over(file)]
-        for file in left:
-            if not kept.is_ours(file):
-                raise UserError(
-                    f"{file} is in the way: damaged, or not of an unfinished run; move it, or "
-                    "delete it (--resume learns its content again)"
-                )
-        return left
-
-    def begin(self) -> None:
-        """Make OUT.partial; with --resume keep its files, else replace it."""
-        partial, resume, left = self.request.partial, self.request.resume, self.finished()
-        if left and not resume:
-            LOG.warning("%s, an unfinished run, is replaced (--resume continues it)", partial)
-            shutil.rmtree(partial)
-        other = sorted({f.name for f in left} - {f.name for f in self.outputs})
-        if other and resume:
-            raise UserError(
-                f"--resume: {partial} is of another run ({listed(other)}): repeat the options "
-                "of that run, or leave out --resume to begin again"
-            )
-        partial.mkdir(parents=True, exist_ok=True)
-
     def write(self, folder: Path) -> None:
-        """Write `learned.json`, the finished files, and a line in the model card."""
-        place = folder / FOLDER / self.folder
-        place.mkdir()
-        files = {}
-        for file in self.outputs:
-            link(file, place / file.name)
+        """Write `learned.json`, what gradients have learned, and a line in the model card."""
+        place, files = folder / FOLDER / "learned", {}
+        for file in self.outputs if self.by_gradient else ():
+            place.mkdir(exist_ok=True)
+            shutil.move(file, place / file.name)
             files[file.name] = record_of(place / file.name).model_dump()
         found = {
             "format_version": 1,
             "version": __version__,
             "method": self.method,
-            "from": self.request.source,
             **self.facts(),
             "files": files,
             "passes": dict(zip(("forward", "backward"), self.passes, strict=True)),
             "seconds": round(self.seconds, 3),
-            "peak_memory": peak_memory(),
         }
         text = json.dumps(found, indent=2) + "\n"
         (folder / FOLDER / LEARNED).write_text(text, encoding="utf-8")
@@ -320,7 +217,6 @@ class Work(ABC):
                 stream.write(f"\nThe bases were {self.how}: see `{FOLDER}/{LEARNED}`.\n")
 
     def data_facts(self) -> list[dict[str, Any]]:
-        examples = self.examples
         return [
             {
                 "task": file.task,
@@ -328,20 +224,6 @@ class Work(ABC):
                 "sha256": file.sha256,
                 "lines": len(file.records),
                 "examples": file.count(self.share),
-                "tokens": hash_of([[e.ids, e.start] for e in examples[file.task]]),
             }
             for file in self.files
         ]
-
-
-def peak_memory() -> dict[str, int]:
-    """The most bytes that the process has had in memory, and on an accelerator."""
-    found = {}
-    with suppress(ImportError):  # on Windows
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        found["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.max_memory_allocated()
-    return found

@@ -44,7 +44,7 @@ def one_only(what: str) -> None:
     if size > 1:
         raise UserError(
             f"{what} runs in one process, and was started {size} times (WORLD_SIZE): start it "
-            "without the launcher (`tvb build`, `tvb merge`, `tvb learn` work in several processes)"
+            "without the launcher (`tvb build`, `tvb merge` work in several processes)"
         )
 
 
