@@ -243,9 +243,9 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("store/add.py", "self.bases.num_bases / len(old.tasks)", "1.0"),
     ],
     "test_autoload.py -k 'changed_name or more_parameters'": [
-        ("plugin/names.py", 'others == "..." and optional', 'others == "..."'),
-        ("plugin/names.py", "if parameter in expected] == expected", "if parameter in expected]"),
-        ("plugin/__init__.py", "        names.withdraw()", "        pass"),
+        ("plugin/__init__.py", 'others == "..." and optional', 'others == "..."'),
+        ("plugin/__init__.py", "in expected] == expected:", "in expected]:"),
+        ("plugin/__init__.py", "_METHODS\", {}).pop(method, None)", "_METHODS\", {})"),
     ],
     "test_wemoe.py -k 'dense_models or finite or resume or chosen'": [
         ("store/routing.py", "bool((r == r[:1]).all())", "bool((r == r[:1]).any())"),

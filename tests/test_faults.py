@@ -406,7 +406,7 @@ OF_OUTPUT = {
     ),
     "several recipes": Case(
         yaml.safe_dump_all([recipe(), recipe()]),
-        ("recipe.yml: 2 recipes, expected one", "mergekit-multi"),
+        ("recipe.yml: several recipes, expected one", "mergekit-multi"),
     ),
     # other settings that work
     # a mount, as in a container: it cannot be removed, and what is beside it is another disk

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.errors import UserError, listed
-from tvb_mergekit.plugin.names import note_untested
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.sources import Candidate, Changed
 from tvb_mergekit.settings import VARYING_KEYS
@@ -63,7 +62,6 @@ class MergedTensors:
             UserError: Shapes differ, the base lacks a tensor that the model must have, or models
                 lack most of the base.
         """
-        note_untested()
         base = self.recipe.base
         tensors = self.checkpoints[base].tensors
         made = []

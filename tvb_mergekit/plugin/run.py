@@ -1,7 +1,9 @@
 """A merge by our passes: early checks, a staged output folder, the weights, the report.
 
-mergekit's own functions write configuration, tokenizer and model card. Several processes all plan
-the complete merge. Each reads and writes its share, and the leader writes the rest.
+`run_merge` and `callback` replace functions of mergekit: each gets the original, which recipes
+without our methods reach untouched. mergekit's own functions write configuration, tokenizer and
+model card. Several processes all plan the complete merge. Each reads and writes its share, and the
+leader writes the rest.
 """
 
 from __future__ import annotations
@@ -10,24 +12,28 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import click
 import transformers
 from mergekit.card import generate_card
 from mergekit.common import parse_kmb
+from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
-from tvb_mergekit.errors import UserError, one_line, refusing, unwinding
-from tvb_mergekit.plugin.document import Document
-from tvb_mergekit.plugin.names import replaced
+from tvb_mergekit.errors import UserError, check_names, one_line, refusing, unwinding
+from tvb_mergekit.plugin import replaced
+from tvb_mergekit.plugin.document import Document, RecipeFile, check_unknown_keys, parse
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.planner import input_folders, planned
-from tvb_mergekit.plugin.recipe import Recipe
+from tvb_mergekit.plugin.recipe import Recipe, read_recipe, refuse_bases
 from tvb_mergekit.progress import logging_above_bars
+from tvb_mergekit.settings import METHODS
 from tvb_mergekit.store import report
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.output import (
@@ -43,6 +49,91 @@ LOG = logging.getLogger(__name__)
 WITHOUT_EFFECT = set(
     "async_write clone_tensors lazy_unpickle low_cpu_memory read_to_gpu write_threads".split()
 )
+
+
+def run_merge(original: Callable[..., None]) -> Callable[..., None]:
+    """A `run_merge` of mergekit that merges our methods by `merge`."""
+
+    def replacement(
+        merge_config: MergeConfiguration,
+        out_path: str,
+        options: MergeOptions,
+        config_source: str | None = None,
+    ) -> None:
+        if merge_config.merge_method in METHODS:
+            with refusing(planning=True):
+                text = config_source or merge_config.to_yaml()
+                document = Document(merge_config, read_recipe(merge_config), text)
+            merge(document, out_path, options)
+            return
+        with refusing():
+            models = [model.model.path for model in merge_config.referenced_models()]
+            refuse_bases(models, merge_config.merge_method)
+        original(merge_config, out_path, options, config_source)
+
+    return replacement
+
+
+def callback(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A command of mergekit that checks a recipe's text before mergekit drops unknown keys."""
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        path = kwargs.get("config_file")
+        if not (path and os.path.isfile(path)):
+            return original(*args, **kwargs)
+        with refusing(planning=True):
+            recipe = parse(path)
+            if ours := recipe.uses_our_methods():
+                check_names(kwargs.get("out_path") or path)
+                ranks.one_only(str(click.get_current_context().command.name))
+                documents = recipe.documents()
+                _check_documents(documents, path, several="intermediate_dir" in kwargs)
+        if not ours:
+            return original(*args, **kwargs)
+        text = recipe.for_mergekit(documents)
+        with refusing(out=str(kwargs.get("out_path"))), unwinding(), _placed(recipe, text) as place:
+            return original(*args, **{**kwargs, "config_file": place})
+
+    return replacement
+
+
+def _check_documents(documents: list[Any], path: str, several: bool) -> None:
+    """Raise UserError if a document is not a valid recipe, before mergekit works on the first.
+
+    Args:
+        several: mergekit-multi, which names documents. The recipe of a single one is read later.
+    """
+    if len(documents) - documents.count(None) > 1 and not several:
+        raise UserError(f"{path}: several recipes, expected one; mergekit-multi runs several")
+    given = [d.get("name") for d in documents if isinstance(d, dict) and several]
+    for document in documents:
+        if not isinstance(document, dict):
+            kind = type(document).__name__
+            raise UserError(f"{path}: a {kind}, expected a mapping with `merge_method`")
+        if document.get("merge_method") in METHODS:
+            plain = {key: value for key, value in document.items() if key != "name" or not several}
+            check_unknown_keys(plain)
+            config = MergeConfiguration.model_validate(plain)
+            if several:
+                read_recipe(config)
+        for name, value in (document.get("parameters") or {}).items():
+            if isinstance(value, str) and value in given:
+                raise UserError(
+                    f"{path}: `{name}: {value}` is also the `name` of a document, which "
+                    "mergekit-multi replaces by its folder; rename the document"
+                )
+
+
+@contextmanager
+def _placed(recipe: RecipeFile, text: str) -> Iterator[str]:
+    """The path of a file with the text: the recipe itself, or a temporary copy."""
+    if text == recipe.text:
+        yield recipe.path
+        return
+    with tempfile.NamedTemporaryFile("w", suffix=".yml", encoding="utf-8") as copy:
+        copy.write(text)
+        copy.flush()
+        yield copy.name
 
 
 def merge_recipe(
