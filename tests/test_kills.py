@@ -35,19 +35,16 @@ class Command:
     target: str = "s[1]"
     start: str = ""  # what the target is before: a `store` of three tasks, or their `vectors`
     then: str = ""  # works once the target is there, and tidies up
-    keeps: str = ""  # what an error leaves, for `--resume`
 
 
 ADD = "tvb add s[1] {}/law --task law --quiet --budget"
 NEXT = "tvb add s[1] {}/poems --task poems --quiet"
 COMMANDS = {
-    "build": Command("tvb build {}/recipe.yml s[1] --quiet", then=NEXT, keeps="s[1].partial"),
+    "build": Command("tvb build {}/recipe.yml s[1] --quiet", then=NEXT),
     "add to a full store": Command(f"{ADD} 2", start="store", then=NEXT),
     "add below the budget": Command(f"{ADD} 3", start="store", then=NEXT),
     "first add": Command(f"{ADD} 2 --base {{}}/base", then=NEXT),
-    "build of samples": Command(
-        "tvb build {}/vectors.yml s[1] --keep 0.1 --quiet", then=NEXT, keeps="s[1].partial"
-    ),
+    "build of samples": Command("tvb build {}/vectors.yml s[1] --keep 0.1 --quiet", then=NEXT),
     "add a sample": Command("tvb add s[1] {}/law --task law --quiet", start="vectors", then=NEXT),
     "export": Command("tvb export {}/store out --task math --quiet", "out"),
     "merge": Command("tvb merge {}/recipe.yml out --quiet", "out"),
@@ -145,7 +142,7 @@ def course_of(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 
 def moments(changes: list[str], count: int, kinds: tuple[str, ...] = ("",)) -> list[int]:
-    """`count` numbers of changes, evenly; of the lines of a journal a few."""
+    """`count` numbers of changes, evenly; of many alike a few."""
     few = [
         number
         for number, change in enumerate(changes, 1)
@@ -172,13 +169,12 @@ def test_killed(
             (place.folder / f"{command.target}.new").rename(target)
         found = contents(target)
         if found != course.before:
-            assert course.after.items() <= timeless(found).items(), told  # and perhaps a journal
+            assert course.after.items() <= timeless(found).items(), told
             if command.then:
                 place.run(command.then)
                 assert place.hidden(command.target) == [], told
             continue
-        resumes = " --resume" if command.keeps and number % 3 else ""
-        place.run(command.words + resumes)
+        place.run(command.words)
         assert timeless(contents(target)) == course.after, told
         assert not command.then or place.hidden(command.target) == [], told
 
@@ -210,10 +206,7 @@ def test_ended(
         assert ended.code == code and len(lines) <= 1, told
         assert act != "full" or re.match("Error: .*No space left", lines[0]), told
         assert found == course.before, told
-        assert set(place.hidden(command.target)) <= {command.keeps}, told
-        if command.keeps:
-            place.run(f"{command.words} --resume")
-            assert timeless(contents(target)) == course.after, told
+        assert place.hidden(command.target) == [], told
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in SMALL])
@@ -221,18 +214,12 @@ def test_a_limit_on_the_size_of_files(name: str, place: Place) -> None:
     """Real writes fail here, in the middle of a file of weights."""
     command = COMMANDS[name]
     place.reset(command)
-    before, others = contents(place.folder / command.target), []
-    if not command.keeps:  # a folder of this name is then of another command
-        (place.folder / f"{command.target}.partial").mkdir()
-        others = [f"{command.target}.partial"]
+    before = contents(place.folder / command.target)
     said = place.refused(command.words, partial(small_files, 10000))
     assert "File too large" in said
     assert contents(place.folder / command.target) == before
     assert "cannot write" in said and ("which is as it was" in said) == name.startswith("add")
-    assert place.hidden(command.target) == (others or [command.keeps])
-    if command.keeps:
-        assert "unfinished build" in place.refused("tvb inspect s[1]")
-        place.run(f"{command.words} --resume")
+    assert place.hidden(command.target) == []
 
 
 # Two at once

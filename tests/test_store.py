@@ -1,10 +1,8 @@
-"""`tvb build`: what is in a store, against the dense reference; interruption and resumption."""
+"""`tvb build`: what is in a store, against the dense reference; interruption."""
 
 import json
 import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,10 +11,10 @@ import numpy as np
 import pytest
 import safetensors
 import torch
-from commands import contents, recipe
+from commands import recipe
 from numpy.typing import NDArray
 from reference import Dense, coefficients, flat
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny import TASKS, family, load
 from transformers import AutoConfig, AutoTokenizer
 from worlds import state_dicts
@@ -26,7 +24,6 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.plugin.inputs import Options, read_inputs
 from tvb_mergekit.store import api
-from tvb_mergekit.store import build as building
 from tvb_mergekit.store import vectors as folders_
 from tvb_mergekit.store.build import build_store
 from tvb_mergekit.tensors import writing
@@ -232,95 +229,19 @@ def test_files_are_the_same_however_they_were_made(kind, dtype, tmp_path, monkey
 # Interruption
 
 
-class Stopped(Exception):
-    pass
-
-
-@contextmanager
-def stopping(place: int, part: bool = False) -> Iterator[list[int]]:
-    """Let the call number `place` of FoldersSink.write fail, `part` of it written; count them."""
-    calls = [0]
-    original = writing.FoldersSink.write
-
-    def write(self: Any, item: Any, start: int, stop: int, values: Any) -> None:
-        calls[0] += 1
-        if calls[0] - 1 == place:
-            if part:
-                self.writers[0].write(False, values[0][: len(values[0]) // 2])
-            raise Stopped
-        original(self, item, start, stop, values)
-
-    with mock.patch.object(writing.FoldersSink, "write", write):
-        yield calls
-
-
-class Partial:
-    """A PCA store of state dicts that was interrupted at a piece."""
-
-    def __init__(self, folder: Path, place: int) -> None:
-        self.base, self.models = raw_family(folder / "in")
-        self.out, self.folder = folder / "store", folder / "store.partial"
-        with stopping(place), pytest.raises(Stopped):
-            build_store(self.inputs(), self.out)
-
-    def inputs(self, own: Any = None, **keys: Any) -> TaskSet:
-        return read(self.base, self.models, own, **{**KINDS["pca"], **keys})
-
-    def refused(self, match: str, inputs: TaskSet | None = None, **rest: Any) -> str:
-        """The message of a resumption that changes nothing."""
-        before = contents(self.folder)
-        with pytest.raises(UserError, match=match) as caught:
-            build_store(inputs or self.inputs(), self.out, resume=True, **rest)
-        assert contents(self.folder) == before and not self.out.exists()
-        return str(caught.value)
-
-
-def test_resuming_with_anything_else_is_refused(tmp_path, caplog):
-    """Without `resume` it starts anew, and with it where there is nothing to go on with."""
-    made, other = Partial(tmp_path, 2), "other models, settings"
-    made.refused(other, made.inputs(num_bases=3))
-    made.refused(other, read(made.base, made.models[::-1], **KINDS["pca"]))
-    made.refused(other, dtype=torch.bfloat16)
-    made.refused(other, made.inputs({0: {"weight": 2.0}}, exclude="^b$"))
-    state = load_file(made.models[0])
-    state["a"].view(-1)[3000] += 1  # not among the samples of a fingerprint
-    save_file(state, made.models[0])
-    made.refused(other)
-    for kind, resume, said in (("balanced", False, "is replaced"), ("pca", True, "starting again")):
-        shutil.rmtree(made.out, ignore_errors=True)
-        build_store(made.inputs(basis=kind), made.out, resume=resume)
-        assert said in caplog.text and not made.folder.exists()
-        check(made.out, dense_of(made.base, made.models), KINDS[kind])
-
-
-def test_bytes_that_were_lost_are_found_by_resume(tmp_path: Path) -> None:
-    with in_shards(1):  # a tensor each
-        made = Partial(tmp_path, 3)
-
-        def refused(file: Path, text: bytes, message: str) -> None:
-            whole = file.read_bytes()
-            file.write_bytes(text)
-            said = made.refused(message)
-            named = made.folder.name if file.name == building.STATE else file.name
-            assert named in said and "\n" not in said
-            file.write_bytes(whole)
-
-        for number in (1, 2, 3):  # complete ones, the first too
-            name = f"model-{number:05d}-of-{len(SIZES):05d}.safetensors"
-            file = made.folder / "basis-001" / name
-            whole = file.read_bytes()
-            refused(file, whole[:-8] + bytes(8), "not what was written")
-            refused(file, whole[:-1], "shorter than was written")
-        journal, facts = made.folder / building.JOURNAL, made.folder / building.STATE
-        lines = journal.read_bytes().splitlines(keepends=True)
-        for damaged in (lines[1:], [bytes(len(lines[0]) - 1) + b"\n", *lines[1:]]):
-            refused(journal, b"".join(damaged), "cannot be read")
-        other = json.dumps(json.loads(facts.read_text()) | {"encoder": "0"}).encode()
-        refused(facts, other, "or with another PyTorch")
-        refused(facts, b"{", "cannot be continued")
-        # A kill cut the last line: the next run must not write on after it.
-        journal.write_bytes(b"".join(lines)[:-10])
-        with stopping(1), pytest.raises(Stopped):
-            build_store(made.inputs(), made.out, resume=True)
-        build_store(made.inputs(), made.out, resume=True)
-    check(made.out, dense_of(made.base, made.models), KINDS["pca"])
+def test_an_interrupted_build_begins_again(tmp_path: Path) -> None:
+    """An error leaves nothing; what a kill leaves is replaced, and a user's folder is not."""
+    (base, models), out = raw_family(tmp_path / "in"), tmp_path / "store"
+    inputs, partial = read(base, models, **KINDS["pca"]), tmp_path / "store.partial"
+    with mock.patch.object(writing.FoldersSink, "write", side_effect=OSError("full")):
+        with pytest.raises(OSError, match="full"):
+            build_store(inputs, out)
+    assert not partial.exists() and not out.exists()
+    partial.mkdir()
+    (partial / "mine").touch()
+    with pytest.raises(UserError, match=r"store.partial is in the way: move or delete it"):
+        build_store(inputs, out)
+    (partial / ".unfinished").touch()
+    build_store(inputs, out)
+    assert not partial.exists() and not (out / ".unfinished").exists()
+    check(out, dense_of(base, models), KINDS["pca"])

@@ -46,7 +46,6 @@ OWN = "as wide as the models by default (bfloat16 next to float16: float32)"
 @flag("--lossless", help="Keep all models to the bit, as differences from the base.")
 @option("--keep", type=float, metavar="SHARE",
         help="Keep a random share of all entries, exact: 0.05, 0.02.")  # fmt: skip
-@flag("--resume", help="Continue an interrupted build.")
 def build(recipe: str, store: str, dtype: DtypeName | None, **values: Any) -> None:
     """Compress the models of RECIPE into the bases of a new folder STORE.
 
@@ -86,8 +85,8 @@ def build(recipe: str, store: str, dtype: DtypeName | None, **values: Any) -> No
     inputs = open_models(document, values)
     if not (dtype or share):
         share = default_share(inputs)
-    own, resume = dtype_of(dtype) or inputs.own_dtype, values["resume"]
-    bases = build_store(inputs, store, engine, dtype=own, keep=share, resume=resume)
+    own = dtype_of(dtype) or inputs.own_dtype
+    bases = build_store(inputs, store, engine, dtype=own, keep=share)
     energy = bases.facts.retained_energy
     kept = "" if energy is None else f"; retained energy {100 * energy:.2f} %"
     if share == 1:

@@ -213,7 +213,7 @@ def write_originals(
             writer = FolderWriter(
                 folder, [Shard(REST, tuple(items))], {MARKER: name}, coding=keeping
             )
-            keep_pass(items, keeping, FoldersSink([writer], None, keeping), engine, "Rest")
+            keep_pass(items, keeping, FoldersSink([writer], keeping), engine, "Rest")
             writer.finish()
             made[f"{name}/{REST}"] = record_of(folder / REST)
         files = _write_files(source, inputs.folder, folder, made)

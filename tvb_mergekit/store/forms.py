@@ -19,9 +19,8 @@ from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.taskset import TaskSet
 
 LEAST_SHARE = 1e-6
-WORKING = ("state.json", "sums.safetensors", "journal.jsonl")  # in STORE.partial
 # Names that folders of vectors must not have; tasks.json is of an export of adapters.
-RESERVED = ("recipes", "mean", "basis.json", "basis.safetensors", "tasks.json", *WORKING)
+RESERVED = ("recipes", "mean", "basis.json", "basis.safetensors", "tasks.json")
 
 
 def items_of(vectors: Sequence[Weights]) -> list[Item]:

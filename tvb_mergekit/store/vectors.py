@@ -48,7 +48,6 @@ from tvb_mergekit.tensors.writing import (
     FolderWriter,
     MemorySink,
     plan_shards,
-    read_journal,
     run_of,
 )
 
@@ -239,7 +238,6 @@ def write_vectors(
     *,
     first: int = 0,
     coding: Keeping | None = None,
-    journals: Sequence[Path] = (),
 ) -> tuple[dict[str, FileRecord], list[list[float]]]:
     """Write vectors of a store; returns their files, and the norms that `coding` measured.
 
@@ -251,39 +249,23 @@ def write_vectors(
         config: the folder of the configuration that the vectors get.
         first: the index of the first of these vectors in the store.
         coding: of the vectors, if the items' inputs themselves are kept.
-        journals: a file for each process, with the tensors that an interrupted build has written.
     """
     world = ranks.world()
     items = coding.coded(items) if coding else items
     # mergekit-pytorch reads bare weights from one file.
     limit, runs = (SHARD_BYTES, world.size) if config else (sys.maxsize, 1)
     plan = plan_shards(items, limit, runs)
-    every = world.share(lambda: [read_journal(journal) for journal in journals])
-    every = every or [[] for _ in range(world.size)]
-    done = every[world.rank]
     writers = [
-        FolderWriter(
-            place / name,
-            plan,
-            {"format": "pt", MARKER: name},
-            [each.hashes[k] for each in done],
-            world.rank,
-            k,
-            coding,
-            [int(each.measured[k]) for each in done] if coding else (),
-        )
+        FolderWriter(place / name, plan, {"format": "pt", MARKER: name}, world.rank, k, coding)
         for k, name in enumerate(names)
     ]
-    left = [run_of(plan, rank)[len(done) :] for rank, done in enumerate(every)]
-    rest = chain.from_iterable(left)
-    size = len(names) * sum(item.numel * item.width for item in rest)
+    size = len(names) * sum(item.numel * item.width for item in items)
     check_disk(str(place), size // 4 if coding else size)
-    journal = journals[world.rank] if journals else None
-    sink = FoldersSink(writers, journal, coding, [each.measured for each in done])
+    sink, mine = FoldersSink(writers, coding), run_of(plan, world.rank)
     if coding:
-        keep_pass(left[world.rank], coding, sink, engine)
+        keep_pass(mine, coding, sink, engine)
     else:
-        _combine(left[world.rank], matrix, sink, engine)
+        _combine(mine, matrix, sink, engine)
     records = world.collect([writer.whole() for writer in writers])
 
     def finish() -> dict[str, FileRecord]:

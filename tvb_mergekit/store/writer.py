@@ -21,7 +21,6 @@ import filelock
 from tvb_mergekit import hub
 from tvb_mergekit.atomic import MARK, check_interrupted, next_to
 from tvb_mergekit.errors import UserError, check_names
-from tvb_mergekit.store import forms
 from tvb_mergekit.store.facts import FACTS, TENSORS, FileRecord, StoreFacts, record_of, write_facts
 from tvb_mergekit.store.recipes import FOLDER, templates, write_recipes
 from tvb_mergekit.store.report import write_tensors
@@ -231,12 +230,10 @@ def _check_own(store: Path, facts: StoreFacts) -> None:
     own = {MARK, *own_files(facts)}
     for entry in store.rglob("*"):
         place = entry.relative_to(store).as_posix()
-        # A kill right after a build leaves WORKING files, of each process too: 0-journal.jsonl
-        left = place.lstrip("0123456789-") in forms.WORKING
         folder = entry.is_dir() and (
             not entry.is_symlink() or any(name.startswith(f"{place}/") for name in own)
         )
-        if not folder and place not in own and not left:
+        if not folder and place not in own:
             raise UserError(
                 f"{entry}: is not the store's, which cannot keep it there; move it out of {store}"
             )

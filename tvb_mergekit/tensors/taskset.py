@@ -118,16 +118,6 @@ class TaskSet:
         """Model -> fingerprint. A state dict may have the name of its task."""
         return dict(zip((self.base_model, *self.models), self.prints, strict=True))
 
-    @property
-    def identity(self) -> dict[str, object]:
-        """What `--resume` of a build compares."""
-        names = [[part.name for part in item.parts] for item in self.items]
-        return {
-            "fingerprints": self.prints,
-            "stamps": [weights.stamp() for weights in (self.base, *self.sources)],
-            "items": [[i.name, list(i.shape), n] for i, n in zip(self.items, names, strict=True)],
-        }
-
 
 def why_left_out(
     name: str,

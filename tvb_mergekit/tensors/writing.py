@@ -1,7 +1,7 @@
 """Safetensors files written piece by piece: header first, then bytes in order, hashed.
 
 The format (https://huggingface.co/docs/safetensors) puts all shapes and offsets in front, so that
-no complete tensor is in memory. Neither pieces nor an interruption change the bytes of a file.
+no complete tensor is in memory. Pieces do not change the bytes of a file.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, cast
+from typing import BinaryIO, cast
 
 import torch
 import xxhash
 from torch import Tensor
 
-from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import NAMES
 from tvb_mergekit.tensors.quantized import VERSION, Coding
 from tvb_mergekit.tensors.ranks import shares
@@ -28,7 +27,6 @@ SHARD_BYTES = 5_000_000_000  # mergekit's and transformers' default
 HASH = "xxh3_128"
 MARKER = "tvb_basis"  # in the metadata of a vector of a store: a difference, not a model
 BLOCK_BYTES = 2**24  # read at a time for a checksum
-ANEW = "start again without --resume"
 
 
 @dataclass(frozen=True)
@@ -96,14 +94,8 @@ class FolderWriter:
     Each process writes the files of its `rank`, and rank 0 the index.
 
     Args:
-        hashes: for each finished tensor, in order, the checksum of its file up to its end. They
-            are compared with the files.
         output: the number of this vector in a pass.
         coding: of the pass, if there is one.
-        sizes: of the finished tensors, unless they are those of the items.
-
-    Raises:
-        UserError: a file differs from `hashes`.
     """
 
     def __init__(
@@ -111,25 +103,18 @@ class FolderWriter:
         folder: Path,
         plan: Sequence[Shard],
         metadata: Mapping[str, str],
-        hashes: Sequence[str] = (),
         rank: int = 0,
         output: int = 0,
         coding: Coding | None = None,
-        sizes: Sequence[int] = (),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.plan, self.done = folder, plan, len(hashes)
+        self.folder, self.plan = folder, plan
         self._metadata, self._output, self._coding = metadata, output, coding
         self._records: dict[str, dict[str, object]] = {}  # of finished files
         self._shards = [shard for shard in plan if shard.rank == rank]
         self._file: BinaryIO | None = None
         self._sizes, self._size = list[int](), 0  # of the tensors in the open file, and of the last
         self._digest = xxhash.xxh3_128()
-        while hashes:  # reopen the files with finished tensors
-            items = self._shards[0].items[: len(hashes)]
-            self._sizes = [*sizes[: len(items)]] or self._most(items)
-            self._open(hashes[len(items) - 1])
-            hashes, sizes = hashes[len(items) :], sizes[len(items) :]
 
     def _most(self, items: Sequence[Item]) -> list[int]:
         """The bytes of each item; if they are coded, more than with an index of blocks."""
@@ -149,43 +134,21 @@ class FolderWriter:
         }
         return header_of(metadata, tensors, length)
 
-    def _open(self, digest: str = "") -> None:
-        """Open the next file, which holds the tensors of `_sizes` if it has a checksum already."""
-        self._shard = self._shards.pop(0)
-        path, header = self.folder / self._shard.name, self._header()
-        self._digest.reset()
-        if not digest:
-            self._sizes = []
-            self._file = cast(BinaryIO, path.open("w+b", buffering=0))
-            self._put(memoryview(header))
-            return
-        size = len(header) + sum(self._sizes)
-        if not path.is_file() or path.stat().st_size < size:
-            raise UserError(f"{path}: shorter than was written; {ANEW}")
-        self._file = cast(BinaryIO, path.open("r+b", buffering=0))
-        self._file.truncate(size)
-        self._put(memoryview(header))  # that of a complete file may be another one
-        while block := self._file.read(BLOCK_BYTES):
-            self._digest.update(block)
-        if self.digest != digest:
-            raise UserError(f"{path}: not what was written; {ANEW}")
-        self._close_if_whole()
-
     def write(self, last: bool, values: Tensor) -> None:
         """Append elements to the current tensor; `last` ends it."""
         if self._file is None:
-            self._open()
+            self._shard, self._sizes = self._shards.pop(0), []
+            path = self.folder / self._shard.name
+            self._file = cast(BinaryIO, path.open("wb", buffering=0))
+            self._digest.reset()
+            self._put(memoryview(self._header()))
         self._put(memoryview(values.contiguous().view(torch.uint8).numpy()))  # type: ignore[arg-type]
         self._size += values.nbytes
         if last:
             self._sizes.append(self._size)
             self._size = 0
-            self._close_if_whole()
-
-    @property
-    def digest(self) -> str:
-        """The checksum of the last file so far."""
-        return self._digest.hexdigest()
+            if len(self._sizes) == len(self._shard.items):
+                self._close()
 
     def _put(self, data: memoryview) -> None:
         assert self._file is not None
@@ -193,10 +156,9 @@ class FolderWriter:
         while data:
             data = data[self._file.write(data) :]
 
-    def _close_if_whole(self) -> None:
-        if self._file is None or len(self._sizes) < len(self._shard.items):
-            return
-        record: dict[str, object] = {"bytes": self._file.tell(), HASH: self.digest}
+    def _close(self) -> None:
+        assert self._file is not None
+        record: dict[str, object] = {"bytes": self._file.tell(), HASH: self._digest.hexdigest()}
         if self._coding is not None:  # now the header can say where the tensors are
             self._file.seek(0)
             self._file.write(self._header(self._sizes, len(self._header())))
@@ -236,23 +198,13 @@ class FolderWriter:
 class FoldersSink:
     """A `stream.Sink` that writes output k to folder k.
 
-    Each finished tensor adds a line to the journal: the number of finished tensors, the checksum of
-    each folder's last file so far, and the sums of `Coding.measured`.
-
     Attributes:
         measured: the sums of `Coding.measured` for each finished tensor.
     """
 
-    def __init__(
-        self,
-        writers: Sequence[FolderWriter],
-        journal: Path | None = None,
-        coding: Coding | None = None,
-        measured: Sequence[Sequence[float]] = (),
-    ) -> None:
+    def __init__(self, writers: Sequence[FolderWriter], coding: Coding | None = None) -> None:
         self.writers, self.coding = writers, coding
-        self.done, self.measured = writers[0].done, [list(each) for each in measured]
-        self._journal = journal
+        self.measured: list[list[float]] = []
         self._sums: Tensor | None = None
 
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
@@ -263,46 +215,9 @@ class FoldersSink:
         if self.coding is not None:
             sums = self.coding.measured(item.name, start)
             self._sums = sums if self._sums is None else self._sums + sums
-        if last:
-            self.done += 1
-            self.measured.append([] if self._sums is None else self._sums.tolist())
-            self._sums = None
-            if self._journal is not None:
-                hashes = [writer.digest for writer in self.writers]
-                line = json.dumps([self.done, hashes, *([self.measured[-1]] * bool(item.widths))])
-                with self._journal.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
-
-
-class Finished(NamedTuple):
-    """A finished tensor in a journal."""
-
-    hashes: list[str]  # one for each folder
-    measured: list[float]
-
-
-def read_journal(path: Path) -> list[Finished]:
-    """The finished tensors in a journal. An incomplete last line is deleted.
-
-    Raises:
-        UserError: a line is damaged.
-    """
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    if lines and not lines[-1].endswith(b"\n"):
-        lines.pop()
-        path.write_bytes(b"".join(lines))
-    found: list[Finished] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            done, each, *measured = json.loads(line)
-            found.append(Finished(each, [float(x) for x in measured[0]] if measured else []))
-            fits = done == number and all(isinstance(text, str) for text in each)
-            fits &= [len(part) for part in found[-1]] == [len(part) for part in found[0]]
-        except (ValueError, TypeError):  # not JSON, or another list
-            fits = False
-        if not fits:
-            raise UserError(f"{path}: line {number} cannot be read; {ANEW}")
-    return found
+            if last:
+                self.measured.append(self._sums.tolist())
+                self._sums = None
 
 
 class MemorySink:
