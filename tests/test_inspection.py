@@ -182,29 +182,6 @@ def test_choices_against_dense_spans(tasks: int) -> None:
         assert count == int(np.argmax(energies >= share - 1e-12)) + 1
 
 
-CONVEX = ("ae", "balanced", "none", "rand_select")
-MERGES = [("merge", basis) for basis in (*CONVEX, "linear_ae", "pca")]
-
-
-@pytest.mark.parametrize("kind, basis", [*MERGES, ("recipe", "ae"), ("grown", "balanced")])
-def test_constants_of_the_paper_against_dense_vectors(kind: str, basis: str) -> None:
-    vectors = vectors_of(6) * [1, 1, -1, 1, -1, 1]
-    inspection = inspected(6, basis, 3, vectors=vectors, kind=kind)
-    units = vectors / np.linalg.norm(vectors, axis=0)
-    rest = np.linalg.svd(vectors, compute_uv=False)[inspection.num_bases :]
-    encoder = inspection.tensors.get("encoder") if basis in CONVEX else None
-    want = {
-        "C": np.square(vectors).sum(axis=0).max(),
-        "epsilon": None if kind == "grown" else np.abs(units.T @ units - np.eye(6)).max(),
-        "rho": None if encoder is None else encoder.numpy().max(axis=1).min(),
-        "next_eigenvalue": None if kind == "grown" else max(rest, default=0.0) ** 2,
-    }
-    found, lines = as_json(inspection)["constants"], printed(inspection, 200).splitlines()[-4:]
-    for line, (name, value) in zip(lines, want.items(), strict=True):
-        assert found[name] == (value if value is None else pytest.approx(value, rel=1e-9))
-        assert (": no" if value is None else f": {value:.4g}") in line
-
-
 def test_sizes_and_norms() -> None:
     line = "4 bases of 8 tasks: 8.4 GB in bfloat16, 25.2 GB less than the models' 33.6 GB"
     assert line in printed(inspected(8, kind="store"), 100)

@@ -17,13 +17,6 @@ from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tables import Sheet, matrix, printable, shortened, show
 
 CRITERION = "For negation take the smallest M after which lambda_{M+1}(G) drops off"
-THEOREMS = "Constants of the paper: Theorems 3.5 (addition), 3.6 (new tasks), 3.7 (negation)"
-CONSTANTS = {
-    "C": "C, the largest squared norm of a task vector (3.5, 3.6, 3.7)",
-    "epsilon": "epsilon, the largest |cosine| of two task vectors (3.5, 3.7)",
-    "rho": "rho, the least share of a task in its best basis (3.6)",
-    "next_eigenvalue": "lambda_{M+1}(G), the least squared spectral norm of T_hat - T (3.7)",
-}
 
 
 def print_inspection(inspection: Inspection, console: Console) -> None:
@@ -38,7 +31,6 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
         [cosine_sheet(of, names, cosines)],
         [] if inspection.keeps_tasks else _encoder_lines(inspection, names),
         _choice_lines(inspection),
-        _constant_lines(inspection),
     ]
     for part in filter(None, parts):
         console.print()
@@ -169,15 +161,6 @@ def _choice_lines(inspection: Inspection) -> list[Sheet | str]:
     sheet = Sheet("Energy that M bases can retain", head, rows)
     found = ", ".join(f"{100 * share:g} %: {count}" for share, count in inspection.smallest.items())
     return [sheet, f"Smallest M that can retain {found}", CRITERION]
-
-
-def _constant_lines(inspection: Inspection) -> list[Sheet | str]:
-    """The constants of the paper's bounds; for a store of all tasks those of its vectors alone."""
-    lines: list[Sheet | str] = [THEOREMS]
-    for key, value in list(inspection.constants.items())[: 2 if inspection.keeps_tasks else None]:
-        known = inspection.why_unknown(key) if value is None else f"{value:.4g}"
-        lines.append(f"{CONSTANTS[key]}: {known}")
-    return lines
 
 
 def error_text(low: float, high: float) -> str:

@@ -236,27 +236,10 @@ class Inspection:
         saved, percent = models - stored, 100 * (1 - stored / models) if models else None
         return {"models": models, "store": stored, "saved": saved, "saved_percent": percent}
 
-    @property
-    def constants(self) -> dict[str, float | None]:
-        """C, epsilon, rho and lambda_{M+1}(G) of `docs/mathematics.md`; None if unknown."""
-        found: dict[str, float | None] = {"C": max(self.norms) ** 2, "epsilon": None, "rho": None}
-        if self._gram is not None and len(self.tasks) > 1:
-            found["epsilon"] = float(self.cosines[0].abs().fill_diagonal_(0.0).max())
-        encoder = self.tensors.get("encoder")
-        # a convex encoder, in float32 if trained by Adam
-        if encoder is not None and max(-encoder.min(), (encoder.sum(0) - 1.0).abs().max()) < 1e-4:
-            found["rho"] = float(encoder.amax(1).min())
-        current = self.choices[self.num_bases - 1 :][:1]
-        return {**found, "next_eigenvalue": current[0].next_eigenvalue if current else None}
-
     def why_unknown(self, what: str) -> str:
-        """The reason why `gram`, `encoder`, `errors` or one of `constants` are missing."""
-        if what in ("encoder", "errors", "rho") and "decoder" not in self.tensors:
+        """The reason why `gram`, `encoder` or `errors` are missing."""
+        if what in ("encoder", "errors") and "decoder" not in self.tensors:
             return "not known: the bases are not built yet"
-        if what == "rho":
-            return f"none: the encoder weights of {self.basis} are not convex"
-        if what == "epsilon" and len(self.tasks) == 1:
-            return "none: one task"
         if self.facts.store and self.facts.store.added:
             return "not known: the store has grown online"
         return "not known: the bases are of samples" if self.facts.store else "not known"
@@ -285,7 +268,6 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         "cosines": values.tolist(),
         "cosines_of": of,
         "choices": [choice._asdict() for choice in inspection.choices],
-        "constants": inspection.constants,
         "smallest": {f"{share:g}": count for share, count in inspection.smallest.items()},
         "row_sums": inspection.row_sums,
         "errors": {
