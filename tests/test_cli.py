@@ -163,8 +163,6 @@ def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         shutil.copytree("built vectors", "vectors")
         if name in ("inspect", "add", "undo", "export", "push", "learn", "tune"):
             shutil.copytree("built", "store")
-        if name.endswith(" route"):
-            run("build", "two.yml", "store", "--quiet")
         if name == "undo":
             run("add", "store", "new-model", "--task", "new", "--quiet")
         for words in (line for line in examples(command) if shown_last[tuple(line)] == name):
@@ -243,7 +241,6 @@ REFUSED: dict[str, str] = {
     "build recipe.yml store/x": "/store, a store or a report; name another place",
     "check recipe.yml --out store/x": "a store or a report",
     "inspect store --plot store/x.svg": "a store or a report",
-    "learn store route --data math=m.jsonl --out store/x": "a store or a report",
     "score a.json --out store": "a store or a report",
     "export store math --task math": "already holds weight files",
     # options

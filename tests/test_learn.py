@@ -460,16 +460,6 @@ def test_chat_templates_cut_prompts_and_missing_tokenizers(tmp_path, caplog):
     assert "1 prompt longer than the context of 64 tokens lost their beginning" in caplog.text
     case.data["chat"] = [([9, 1, 2, 9, 3, 4], 4), ([5] * 62 + [6, 7], 62), ([1, 2, 3], 1)]
     assert_near(Result(tmp_path / "out").tensors, case.want("fisher", np.eye(3)), load(case.base))
-    # `route` sees the prompt alone, up to where the response begins.
-    file = as_lines(tmp_path / "asked.jsonl", [{"messages": asked}])
-    tvb("build", plain, tmp_path / "store", "--quiet")
-    words = [word for task in TASKS for word in ("--data", f"{task}={file}")]
-    tvb("learn", tmp_path / "store", "route", *words, "--out", tmp_path / "means", "--quiet")
-    with torch.no_grad():
-        model = AutoModelForCausalLM.from_pretrained(case.base)
-        seen = model(torch.tensor([[9, 1, 2, 9]]), output_hidden_states=True)
-    state, means = seen.hidden_states[1][0, -1], load_file(tmp_path / "means")["centroids"]
-    torch.testing.assert_close(means, state.expand(3, -1), rtol=0, atol=1e-5)
 
 
 def test_a_loss_that_is_not_finite_stops_it() -> None:

@@ -14,7 +14,7 @@ from commands import refused, tvb
 from safetensors.torch import load_file, save_file
 from test_learn import TASKS, Case, data_words, facts
 from test_learn_gradients import assert_finite_differences, mean_loss
-from tiny import gpt2, llama, load, mistral, roberta
+from tiny import gpt2, llama, load, mistral
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -25,7 +25,6 @@ from tvb_mergekit.learn.data import Batch, Example, entropy, response_loss
 from tvb_mergekit.learn.descent import Descent, Schedule
 from tvb_mergekit.learn.wemoe import Routers
 from tvb_mergekit.store import routing
-from tvb_mergekit.store.live import Live
 from tvb_mergekit.store.routing import Routed, routed_parameters, router_of
 
 PROMPTS = ([3, 1, 4, 1, 5, 9], [2, 7, 1], [8, 2, 8, 1, 8])
@@ -110,18 +109,6 @@ def test_a_batch_is_what_dense_models_give_one_by_one(make: Any, depth: int) -> 
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
     assert torch.equal(plain, model(input_ids=torch.tensor([PROMPTS[0]])).logits)
     assert not any("forward" in vars(module) for module in model.modules())
-
-
-@pytest.mark.parametrize("make", [gpt2, roberta])
-def test_states_of_prompts_do_not_depend_on_padding_and_mode(make: Any) -> None:
-    torch.manual_seed(0)
-    model = make().train()  # with absolute positions and dropout
-    one_by_one = [routing.prompt_states(model, torch.tensor([prompt]), None) for prompt in PROMPTS]
-    for left in (True, False):
-        batch = padded(PROMPTS, left)
-        found = routing.prompt_states(model, batch["input_ids"], batch["attention_mask"])
-        assert torch.allclose(found, torch.cat(one_by_one), atol=1e-5)
-    assert all(module.training for module in model.modules())
 
 
 def test_caches_masks_casts_and_wrappers() -> None:
@@ -326,66 +313,3 @@ def test_models_and_files_that_do_not_fit(case, tmp_path, monkeypatch):
     words = [case.recipe("no-mlp", basis="none", exclude="mlp"), "wemoe", *case.words]
     assert "merge moves none of them" in refused("learn", *words, "--out", tmp_path / "no")
     assert set(TASKS) == {each["task"] for each in facts(merged.folder)["tasks"]}
-
-
-def test_tasks_are_chosen_by_the_prompts_of_a_store(case: Case, tmp_path: Path) -> None:
-    """Prompts that end in a token of their own; the reference is the distance in float64."""
-    store, file = tmp_path / "store", tmp_path / "means"
-    tvb("build", case.recipe("chosen", basis="none"), store, "--keep", 0.9, "--quiet")
-    draw = torch.Generator().manual_seed(0)
-
-    def prompts(k: int, count: int) -> list[list[int]]:
-        drawn = [torch.randint(40, (3 + n,), generator=draw).tolist() for n in range(count)]
-        return [[*ids, 60 + k] for ids in drawn]
-
-    given = {task: prompts(k, 6) for k, task in enumerate(TASKS)}
-    records = {
-        task: [{"prompt": " ".join(f"t{i}" for i in ids), "response": " t5 t6"} for ids in some]
-        for task, some in given.items()
-    }
-    words = data_words(tmp_path, records)
-    tvb("learn", store, "route", *words, "--out", file, "--quiet")
-    model = loaded(case.base)
-
-    def states(some: Sequence[Sequence[int]]) -> Tensor:
-        with torch.no_grad():
-            every = [model(torch.tensor([ids]), output_hidden_states=True) for ids in some]
-        return torch.stack([each.hidden_states[1][0, -1] for each in every]).double()
-
-    means = torch.stack([states(some).mean(0) for some in given.values()])
-    assert torch.allclose(load_file(file)["centroids"].double(), means, atol=1e-5)
-    asked = [ids for k in range(3) for ids in prompts(k, 5)]
-    away = (states(asked)[:, None] - means).norm(dim=2)
-    live = library.attach(model, store)
-    assert isinstance(live, Live)
-    for left in (True, False):
-        live.use("code")
-        batch = padded(asked, left)
-        found = live.choose(file, batch["input_ids"], batch["attention_mask"])
-        assert found == [TASKS[int(k)] for k in away.argmin(1)]
-        assert found == [task for task in TASKS for _ in range(5)] and live.current == {}
-    texts = data_words(tmp_path, {**records, "chat": [{"text": "t1 t2"}]})
-    out = tmp_path / "n"
-    for told, of, data, place in (
-        ("or `messages`; found text", store, texts, out),
-        ("already there", store, words, file),
-        ("no such folder", store, words, file / "n"),
-        ("no data for chat", store, words[:4], out),
-        ("is not a basis store", case.base, (), out),
-    ):
-        assert told in refused("learn", of, "route", *data, "--out", place)
-    means_file = file.rename(tmp_path / "moved")
-    save_file({"centroids": means.float()}, file)
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    for given_, said in {
-        (tmp_path / "none", ids, mask): "is missing, or is not a file of `tvb learn STORE route`",
-        (file, ids, mask): "is missing, or is not a file of `tvb learn STORE route`",
-        (means_file, ids[0], None): "expected `input_ids`, a tensor of integers",
-        (means_file, "t1 t2", None): "expected `input_ids`",
-        (means_file, ids.float(), mask): "expected `input_ids`",
-        (means_file, ids + 100, mask): "found 100 to .*; the model has the tokens 0 to 95",
-        (means_file, ids, mask[:1]): "expected `attention_mask`, like `ids`",
-        (means_file, ids, 0 * mask): "with a 1 in each row",
-    }.items():
-        with pytest.raises(UserError, match=said):
-            live.choose(*given_)

@@ -120,8 +120,7 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
         "learned": [learn(plan, how, *each) for how in LEARNED
                     for each in few
                     if each[0] != "ae_adam_5" and (how not in SLOW or each[1] != quarter)],
-        "routers": [{"kind": "route", "shots": ROUTED, "tested": plan.tested, "seed": 0}]
-        + [learn(replace(plan, shots=ROUTED), how, *each)
+        "routers": [learn(replace(plan, shots=ROUTED), how, *each)
            for how, each in (*((how, ("none", every)) for how in ("oracle", "oracle_wudi_30")),
                              *((how, each) for how in ("wemoe", "wemoe_wudi_30")
                                for each in routed))],

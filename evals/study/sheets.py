@@ -5,7 +5,6 @@ A table without records is an empty list, and a column without numbers is left o
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -214,23 +213,7 @@ def learned(runs: Runs) -> list[Sheet]:
 
 
 def routers(runs: Runs) -> list[Sheet]:
-    """The tasks that centroids choose, and scores of tasks without a specialist under routers."""
-    found = [r["result"]["chosen"] for r in runs.find("route")]
-
-    def right(task: str) -> Spread | None:
-        return spread(each[task].get(task, 0) / sum(each[task].values()) for each in found)
-
-    rows = {f"`{task}`": [right(task)] for task in runs.tasks}
-    rows["mean"] = [spread(over({t: each[t].get(t, 0) / sum(each[t].values()) for t in runs.tasks},
-                                runs.tasks) for each in found)]  # fmt: skip
-    note = "; ".join(
-        f"`{task}`: "
-        + ", ".join(f"{count} to `{name}`" for name, count in Counter(each[task]).most_common())
-        for each in found[:1]
-        for task in runs.unseen
-    )
-    caption = "Test prompts whose nearest centroid is that of their task"
-    made = sheet(runs, caption, "route", {"share": Column()}, rows, corner="task", note=note)
+    """Scores of tasks without a specialist under routers."""
 
     def score(task: str) -> Value:
         where = {"learned": "unseen", "reference": "base"}
@@ -240,7 +223,7 @@ def routers(runs: Runs) -> list[Sheet]:
     routed = by_basis(runs, "learned", BASES, how="wemoe")
     rows_ = {"base": runs.find("reference")} if any(routed.values()) else {}
     caption = "Tasks without a specialist under WEMoE: test scores"
-    return made + grid(runs, caption, "learned", columns, rows_ | routed, corner="bases")
+    return grid(runs, caption, "learned", columns, rows_ | routed, corner="bases")
 
 
 def stored(how: str) -> tuple[tuple[int, float, str], str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import click
@@ -13,27 +12,22 @@ from click import argument, option
 from tvb_mergekit.cli.options import (
     ACCESS,
     COUNT,
-    PLACE,
     SEED,
     SHARE,
     Body,
     Commands,
     Range,
     Readable,
-    base_of,
     choice,
     command,
     device_of,
     document_of,
-    engine_of,
     flag,
     folder,
     import_mergekit,
-    load_store,
     refuse_given,
     repeatable,
 )
-from tvb_mergekit.errors import UserError
 
 
 @click.group(cls=Commands, subcommand_metavar="METHOD [OPTIONS]", options_metavar="")
@@ -176,39 +170,6 @@ def wemoe() -> None:
     Example:
       tvb learn two.yml wemoe --data math=m.jsonl --data code=c.jsonl --out two
     """
-
-
-@command("base", "device", "trust_remote_code", "quiet", group=learn, writes="out")
-@EVERY[0]
-@option("--out", type=PLACE, required=True, help="A new file, for the centroids.")
-def route(data: tuple[str, ...], out: str, base: str | None, **values: Any) -> None:
-    """Learn to know the tasks of a store by their prompts.
-
-    OUT gets the mean of the base's hidden states at the end of the prompts of each task. In
-    Python, attach(model, STORE).choose(OUT, ids, mask) names the task of each prompt.
-
-    \b
-    Example:
-      tvb learn ./store route --data math=m.jsonl --data code=c.jsonl --out means
-    """
-    context = click.get_current_context()
-    assert context.parent is not None
-    bases = load_store(context.parent.params["recipe"])
-    folder = base_of(bases, base)[2]
-    if folder is None or os.path.lexists(out):
-        why = f"--out {out}: already there" if folder else "the base is a weight file, no folder"
-        raise UserError(f"{why}; name another")
-    parent = Path(out).absolute().parent
-    if not parent.is_dir():
-        raise UserError(f"--out {out}: no such folder {parent}; make it first")
-    if not os.access(parent, os.W_OK):
-        raise UserError(f"--out {out}: {parent} is not writable; name another place")
-    from tvb_mergekit.atomic import check_outside
-    from tvb_mergekit.learn.centroids import learn_centroids
-
-    check_outside(out)
-    engine, trust = engine_of(values), values["trust_remote_code"]
-    learn_centroids(bases, folder, data, Path(out), engine.devices[0], trust, engine.progress)
 
 
 def _learn(name: Any, base: str | None, **values: Any) -> None:

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from numbers import Rational, Real
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tvb_mergekit.errors import UserError, listed
@@ -30,9 +27,7 @@ from tvb_mergekit.store.loaded import (
     moving_tensors,
     parameters_of,
 )
-from tvb_mergekit.store.routing import LEARNED, check_tokens, prompt_states
 from tvb_mergekit.store.store import Bases
-from tvb_mergekit.tensors.checkpoint import facts_in
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item
 
@@ -92,33 +87,6 @@ class Live:
                 meanwhile, the message says which weights the model has.
         """
         return self._change(_scales(tasks))
-
-    def choose(
-        self, file: str | os.PathLike[str], ids: Tensor, mask: Tensor | None = None
-    ) -> list[str]:
-        """The task of each prompt, the one with the nearest centroid; the model becomes the base.
-
-        Args:
-            file: of `tvb learn STORE route`.
-            ids, mask: [sequences, tokens], `input_ids` and `attention_mask` of the prompts.
-
-        Raises:
-            UserError: the file is not for this store's base and tasks; ids or mask do not fit.
-        """
-        facts = facts_in(Path(file), LEARNED)
-        if not {"base", "tasks"} <= facts.keys():
-            raise UserError(f"{file} is missing, or is not a file of `tvb learn STORE route`")
-        check_tokens(self.model, ids, mask)
-        tasks: list[str] = facts["tasks"]
-        if facts["base"] != self._base.fingerprint() or set(tasks) - set(self.tasks):
-            raise UserError(
-                f"{file}: its base or its tasks are not those of {self.bases.place}; write it by "
-                "`tvb learn STORE route`"
-            )
-        with self._lock:
-            states = prompt_states(self.reset(), ids, mask)
-        places = torch.cdist(states, load_file(file)["centroids"]).argmin(1)
-        return [tasks[place] for place in places.tolist()]
 
     def reset(self) -> nn.Module:
         """The model with the base's weights, to the bit."""

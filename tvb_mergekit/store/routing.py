@@ -198,52 +198,6 @@ def routers_in(folder: str | os.PathLike[str]) -> Path | None:
     return file if file.is_file() else None
 
 
-def check_tokens(model: nn.Module, ids: Any, mask: Any) -> None:
-    """Raise UserError unless `prompt_states` accepts these prompts."""
-    counted = isinstance(ids, Tensor) and ids.dtype in (torch.int32, torch.int64)
-    if not (counted and ids.ndim == 2 and ids.numel()):
-        raise UserError("ids: expected `input_ids`, a tensor of integers [sequences, tokens]")
-    body: Any = model
-    known = len(body.get_input_embeddings().weight)
-    if not 0 <= int(ids.min()) <= int(ids.max()) < known:
-        found = f"{ids.min()} to {ids.max()}"
-        raise UserError(f"ids: found {found}; the model has the tokens 0 to {known - 1}")
-    if mask is not None:
-        shaped = isinstance(mask, Tensor) and mask.shape == ids.shape
-        if not (shaped and (mask != 0).any(1).all()):
-            raise UserError("mask: expected `attention_mask`, like `ids`, with a 1 in each row")
-
-
-def prompt_states(model: nn.Module, ids: Tensor, mask: Tensor | None) -> Tensor:
-    """The hidden state at the last token of each prompt after half of the layers.
-
-    Args:
-        model: a language model of transformers.
-        ids, mask: [sequences, tokens], tokens and 1 for each one that counts; None: all do.
-
-    Returns:
-        [sequences, n] float32 on the CPU.
-    """
-    body: Any = model.base_model
-    if mask is not None:  # padding goes to the right: positions count from the first token
-        order = (mask == 0).int().argsort(dim=1, stable=True)
-        ids, mask = ids.gather(1, order), mask.gather(1, order)
-    trained = [module for module in body.modules() if module.training]
-    try:
-        with torch.no_grad():
-            passed = body.eval()(
-                ids, attention_mask=mask, use_cache=False, output_hidden_states=True
-            )
-    finally:
-        for module in trained:
-            module.training = True
-    states = passed.hidden_states[len(passed.hidden_states) // 2]
-    places = torch.arange(ids.shape[1], device=ids.device)
-    last = places.expand_as(ids) if mask is None else places * mask
-    found: Tensor = states[torch.arange(len(ids), device=ids.device), last.argmax(1)]
-    return found.float().cpu()
-
-
 def routed_model(model: nn.Module, file: Path) -> Routed:
     """A model with the routers and bases in a file.
 

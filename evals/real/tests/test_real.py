@@ -196,7 +196,7 @@ def test_the_study(world, few_steps, monkeypatch):
     tables = Path(report[-1]).read_text()
     for title in ("specialist", "task arithmetic", "mergekit's `ties`", "OPCM", "NUFILT",
                   "rand_proj, M = 2", "fine-tuned on the examples", "its bound",
-                  "under WEMoE", "nearest centroid"):  # fmt: skip
+                  "under WEMoE"):  # fmt: skip
         assert title in tables, title
     found = json.loads(Path(report[-1]).with_name("real.json").read_text())["cells"]
     (errors,) = [c["result"]["errors"] for c in found if c["cell"].get("how") == "lossless"]

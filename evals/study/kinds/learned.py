@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 
 from study.cells import Cell
@@ -23,15 +21,11 @@ from study.kinds.addition import climbed, itemized, mean_score, start_of
 from study.kinds.matrices import LAMBDAS, MERGES, direction
 from study.run import Doc, Run, Scores, Weights, built, means, settings
 from tvb_mergekit.learn import gradients
-from tvb_mergekit.learn.centroids import learn_centroids
 from tvb_mergekit.learn.data import DataFile, read_data
 from tvb_mergekit.learn.running import learn
 from tvb_mergekit.learn.work import Request
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.plugin.inputs import Options
-from tvb_mergekit.progress import silent
-from tvb_mergekit.store.api import open_model
-from tvb_mergekit.store.live import Live
 from tvb_mergekit.store.routing import routed_model, routed_parameters, routers_in
 from tvb_mergekit.tune import search
 
@@ -215,27 +209,6 @@ def routed(run: Run, file: Path | None) -> Iterator[None]:
         run.routed = None
 
 
-def choose(run: Run, cell: Cell) -> dict[str, Any]:
-    """The task that the nearest centroid names, for test prompts of each task."""
-    bases = built(run, cell | {"basis": "balanced", "num_bases": 1})  # only names of tasks count
-    with tempfile.TemporaryDirectory() as folder:
-        files, file = Data(run, Path(folder), cell["shots"], prompts=True), Path(folder) / "means"
-        device = torch.device(run.device)
-        base = Path(run.places["base"])
-        learn_centroids(bases, base, files.given, file, device, False, silent)
-        run.set(run.base)
-        live, chosen = Live(run.model, bases, open_model(run.base)), dict[str, dict[str, int]]()
-        for task in (*run.tasks, *run.unseen):
-            found: Counter[str] = Counter()
-            prompts = [doc["prompt"] for doc in run.items(task, "test")[: cell["tested"]]]
-            for k in range(0, len(prompts), 25):
-                some = run.tokenizer(prompts[k : k + 25], padding=True, return_tensors="pt")
-                ids, mask = some["input_ids"].to(device), some["attention_mask"].to(device)
-                found.update(live.choose(file, ids, mask))
-            chosen[task] = dict(found.most_common())
-    return {"chosen": chosen}
-
-
 def best_of(run: Run, cell: Cell, docs: Sequence[Doc]) -> tuple[float, Weights]:
     """The best lambda of the recipe's merge over the cell's bases, and its vector."""
     how = WAYS[cell["how"]].merge
@@ -250,4 +223,4 @@ def best_of(run: Run, cell: Cell, docs: Sequence[Doc]) -> tuple[float, Weights]:
 _found: dict[str, float] = {}
 
 
-KINDS = {"learned": measure, "route": choose}
+KINDS = {"learned": measure}
