@@ -20,107 +20,6 @@ from tvb_mergekit.settings import ALL_KEYS, METHODS, VARYING_KEYS, hint, unknown
 from tvb_mergekit.store.recipes import located
 
 
-@dataclass
-class Document:
-    """One recipe, read and checked. No model is open, except a store."""
-
-    config: MergeConfiguration
-    recipe: Recipe
-    text: str = ""  # for the output folder
-    varying: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def dtype(self) -> str | None:
-        dtype: str | None = self.config.out_dtype or self.config.dtype
-        return dtype
-
-    def whole_tasks(self) -> None:
-        """Use the task vectors themselves, unless the recipe has a key of bases."""
-        settings = self.recipe.settings
-        if not settings.names_a_basis:
-            whole = settings.model_copy(update={"basis": "none"})
-            self.recipe = replace(self.recipe, settings=whole)
-
-
-def read_document(path: str | os.PathLike[str]) -> Document:
-    """The recipe in a file.
-
-    Raises:
-        UserError: another method, several documents, or a mistake.
-    """
-    file = parse(str(path))
-    document = file.single()
-    method = document.get("merge_method")
-    if method not in METHODS:
-        raise unknown_method(str(path), method, METHODS)
-    return from_mapping(document, file.for_mergekit([document]))
-
-
-def from_mapping(document: Mapping[str, Any], text: str | None = None) -> Document:
-    """A recipe given as plain objects, and as text if there is one; see `read_document`."""
-    with refusing(planning=True):
-        check_unknown_keys(document)
-        config = MergeConfiguration.model_validate(document)
-        parameters = document.get("parameters") or {}
-        varying = {key: parameters[key] for key in VARYING_KEYS if key in parameters}
-        text = text or yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True)
-        return Document(config, read_recipe(config), text, varying)
-
-
-def check_unknown_keys(
-    given: object, schema: type[BaseModel] = MergeConfiguration, where: str = "the recipe"
-) -> None:
-    """Refuse keys anywhere in a recipe that mergekit would silently drop.
-
-    Args:
-        given: the YAML document as plain objects.
-        schema: the pydantic class that mergekit reads it into.
-    """
-    if not isinstance(given, Mapping):
-        return
-    for key, value in given.items():
-        if key not in schema.model_fields:
-            if key in ALL_KEYS:
-                raise UserError(f"`{key}` under {where} is ignored: put it in `parameters` there")
-            raise unknown_key(str(key), tuple(schema.model_fields), where)
-        inner = _model_class(schema.model_fields[key].annotation)
-        if inner is None or inner is ModelReference:
-            continue
-        if isinstance(value, list):
-            for index, item in enumerate(value):
-                check_unknown_keys(item, inner, f"`{key}`[{index}]")
-        elif isinstance(value, Mapping) and key in ("modules", "tokens"):
-            for name, item in value.items():
-                check_unknown_keys(item, inner, f"`{key}.{name}`")
-        elif isinstance(value, Mapping) and key == "parameters":
-            for name, setting in value.items():
-                for entry in setting if isinstance(setting, list) else [setting]:  # a filter's
-                    check_unknown_keys(entry, inner, f"`{name}`")
-        else:
-            check_unknown_keys(value, inner, f"`{key}`")
-
-
-def _model_class(annotation: Any) -> type[BaseModel] | None:
-    """The first pydantic class inside an annotation such as Optional[List[X]]."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for inner in getattr(annotation, "__args__", ()):
-        if (found := _model_class(inner)) is not None:
-            return found
-    return None
-
-
-def registered() -> Sequence[str]:
-    """The methods that mergekit knows, ours first."""
-    theirs = {method.spec.name for method in merge_methods.registered_methods()}
-    return (*METHODS, *sorted(theirs - set(METHODS)))
-
-
-def unknown_method(path: str, method: object, known: Sequence[str]) -> UserError:
-    expected = f"expected one of {', '.join(known)}{hint(method, known)}"
-    return UserError(f"{path}: `merge_method` is {method!r:.80}: {expected}")
-
-
 @dataclass(frozen=True)
 class RecipeFile:
     """The YAML documents of a recipe, parsed once.
@@ -162,11 +61,12 @@ class RecipeFile:
         Raises:
             UserError: mergekit does not know the method either.
         """
+        theirs = {method.spec.name for method in merge_methods.registered_methods()}
         parts = [d[0] if isinstance(d, list) and d else d for d in self.given]
         methods = [part.get("merge_method") for part in parts if isinstance(part, dict)]
         for method in methods:
-            if isinstance(method, str) and method not in registered():
-                raise unknown_method(self.path, method, registered())
+            if isinstance(method, str) and method not in theirs:
+                raise unknown_method(self.path, method, (*METHODS, *sorted(theirs - {*METHODS})))
         return any(method in METHODS for method in methods)
 
     def for_mergekit(self, documents: Sequence[Any]) -> str:
@@ -176,51 +76,119 @@ class RecipeFile:
         return str(yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True))
 
 
-def parse(path: str) -> RecipeFile:
-    """Parse a recipe file.
-
-    Raises:
-        UserError: no such file, or the text is not YAML.
-    """
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
-    try:
-        text = data.decode("utf-8")
-        loader: Any = _Loader(text)
-        documents = []
-        while loader.check_data():
-            documents.append(loader.get_data())
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{path}, line {line}: no UTF-8 text ({error.reason})") from error
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        raise UserError(_not_yaml(path, error)) from error
-    repeated = None if loader.repeated is None else _not_yaml(path, loader.repeated)
-    return RecipeFile(path, text, documents, repeated)
-
-
-def _not_yaml(path: str, error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    place = f", line {mark.line + 1}" if mark else ""
-    reason = getattr(error, "problem", None) or one_line(error)
-    return f"{path}{place}: not a YAML recipe: {reason}"
+def unknown_method(path: str, method: object, known: Sequence[str]) -> UserError:
+    expected = f"expected one of {', '.join(known)}{hint(method, known)}"
+    return UserError(f"{path}: `merge_method` is {method!r:.80}: {expected}")
 
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader that notes the first key that stands twice in one mapping."""
 
-    repeated: yaml.YAMLError | None = None
+    repeated: str | None = None
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
-        for key_node, _value in node.value:
-            key = (key_node.tag, key_node.value) if isinstance(key_node.value, str) else None
-            twice = key is not None and key in seen and key_node.tag != "tag:yaml.org,2002:merge"
-            if twice and self.repeated is None:
-                reason = f"`{key_node.value}` stands here a second time"
-                self.repeated = yaml.MarkedYAMLError(None, None, reason, key_node.start_mark)
-            seen.add(key)
+        for key, _value in node.value:
+            if key.value in seen and key.tag == "tag:yaml.org,2002:str" and not self.repeated:
+                line = key.start_mark.line + 1
+                self.repeated = f", line {line}: `{key.value}` stands here a second time"
+            seen.add(key.value if isinstance(key.value, str) else None)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
+
+
+def parse(path: str) -> RecipeFile:
+    """Parse a recipe file. Raise UserError if its text is not YAML."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+        loader: Any = _Loader(text)
+        documents = []
+        while loader.check_data():
+            documents.append(loader.get_data())
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path}: not a YAML recipe: {one_line(error)}") from error
+    return RecipeFile(path, text, documents, loader.repeated and f"{path}{loader.repeated}")
+
+
+def check_unknown_keys(
+    given: object, schema: type[BaseModel] = MergeConfiguration, where: str = "the recipe"
+) -> None:
+    """Refuse keys anywhere in a recipe that mergekit would silently drop.
+
+    Args:
+        given: the YAML document as plain objects.
+        schema: the pydantic class that mergekit reads it into.
+    """
+    if not isinstance(given, Mapping):
+        return
+    for key, value in given.items():
+        if key not in schema.model_fields:
+            if key in ALL_KEYS:
+                raise UserError(f"`{key}` under {where} is ignored: put it in `parameters` there")
+            raise unknown_key(str(key), tuple(schema.model_fields), where)
+        inner = _model_class(schema.model_fields[key].annotation)
+        if inner is None or inner is ModelReference:
+            continue
+        if isinstance(value, list):
+            for index, item in enumerate(value):
+                check_unknown_keys(item, inner, f"`{key}`[{index}]")
+        elif isinstance(value, Mapping) and key in ("modules", "tokens"):
+            for name, item in value.items():
+                check_unknown_keys(item, inner, f"`{key}.{name}`")
+        elif isinstance(value, Mapping) and key == "parameters":
+            for name, setting in value.items():
+                for entry in setting if isinstance(setting, list) else [setting]:  # a filter's
+                    check_unknown_keys(entry, inner, f"`{name}`")
+        else:
+            check_unknown_keys(value, inner, f"`{key}`")
+
+
+def _model_class(annotation: Any) -> type[BaseModel] | None:
+    """The first pydantic class inside an annotation such as Optional[List[X]]."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = map(_model_class, getattr(annotation, "__args__", ()))
+    return next(filter(None, found), None)
+
+
+@dataclass
+class Document:
+    """One recipe, read and checked. No model is open, except a store."""
+
+    config: MergeConfiguration
+    recipe: Recipe
+    text: str = ""  # for the output folder
+    varying: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> str | None:
+        dtype: str | None = self.config.out_dtype or self.config.dtype
+        return dtype
+
+    def whole_tasks(self) -> None:
+        """Use the task vectors themselves, unless the recipe has a key of bases."""
+        settings = self.recipe.settings
+        if not settings.names_a_basis:
+            whole = settings.model_copy(update={"basis": "none"})
+            self.recipe = replace(self.recipe, settings=whole)
+
+
+def read_document(path: str | os.PathLike[str]) -> Document:
+    """The recipe in a file. Raise UserError for another method, several documents, or a mistake."""
+    file = parse(str(path))
+    document = file.single()
+    method = document.get("merge_method")
+    if method not in METHODS:
+        raise unknown_method(str(path), method, METHODS)
+    return from_mapping(document, file.for_mergekit([document]))
+
+
+def from_mapping(document: Mapping[str, Any], text: str | None = None) -> Document:
+    """A recipe given as plain objects, and as text if there is one; see `read_document`."""
+    with refusing(planning=True):
+        check_unknown_keys(document)
+        config = MergeConfiguration.model_validate(document)
+        parameters = document.get("parameters") or {}
+        varying = {key: parameters[key] for key in VARYING_KEYS if key in parameters}
+        text = text or yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True)
+        return Document(config, read_recipe(config), text, varying)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.resources
 import logging
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from mergekit.common import ModelReference
@@ -37,7 +36,6 @@ from tvb_mergekit.tensors.stream import Item
 from tvb_mergekit.tensors.taskset import EXCLUDED, TaskSet
 
 LOG = logging.getLogger(__name__)
-DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -132,28 +130,21 @@ class Recipe:
         )
 
 
-@dataclass(frozen=True)
-class _Section:
-    """A part of the configuration, its model if the part is about one, and a slice's base."""
-
-    where: str
-    parameters: Mapping[str, Any]
-    model: ModelReference | None = None
-    base: ModelReference | None = None
-
-
 def read_recipe(config: MergeConfiguration) -> Recipe:
     """The recipe in a configuration of one of our methods.
 
     Raises:
         UserError: a key, value, model or task name is wrong or missing.
     """
-    method = config.merge_method
-    _check_output(config)
-    base = config.base_model
-    if base is None:
-        raise UserError(f"`base_model` is missing: {method} needs the models' common base")
-    sections = list(_sections(config))
+    from mergekit.merge import _set_chat_template  # our hook on its module needs this one
+
+    if config.chat_template not in (None, "auto"):  # mergekit checks it after hours
+        _set_chat_template(SimpleNamespace(), config)
+    if config.base_model is None:
+        raise UserError(
+            f"`base_model` is missing: {config.merge_method} needs the models' common base"
+        )
+    base, sections = config.base_model, list(_sections(config))
     models = _models(sections, base)
     given, own = _values(sections, base)
     weights = tuple(float(own.get((model, "weight"), 1.0)) for model in models)
@@ -166,53 +157,38 @@ def read_recipe(config: MergeConfiguration) -> Recipe:
                 raise UserError(
                     f"`task` of {model}: its store calls it {name}; give this name, or none"
                 )
-        settings = bases.merge_settings(method, given, names if bases.keeps_tasks else ())
+        settings = bases.merge_settings(
+            config.merge_method, given, names if bases.keeps_tasks else ()
+        )
         scales = zip(weights, bases.scales[list(order)].tolist(), strict=True)
         scaled = tuple(weight * scale for weight, scale in scales)
         return Recipe(settings, base, models, names, scaled, bases, order)
-    usual = [default_task_name(m.model.path, m.lora.path if m.lora else None) for m in models]
-    tasks = tuple(own.get((m, "task")) or name for m, name in zip(models, usual, strict=True))
+    tasks = tuple(own.get((model, "task")) or default_task_name(model) for model in models)
     check_tasks(tasks, [str(model) for model in models])
-    return Recipe(resolve_settings(method, given, tasks), base, models, tasks, weights)
+    settings = resolve_settings(config.merge_method, given, tasks)
+    return Recipe(settings, base, models, tasks, weights)
 
 
-def default_task_name(model_path: str, lora_path: str | None = None) -> str:
-    """The last part of the model's or adapter's path, without the @revision of a Hub name."""
-    given = lora_path or model_path
-    path = given if os.path.exists(given) else given.partition("@")[0]
-    return path.rstrip("/").rpartition("/")[2] or given
+def default_task_name(model: ModelReference) -> str:
+    """The last part of the model's or adapter's path."""
+    path: str = (model.lora or model.model).path
+    return path.rstrip("/").rpartition("/")[2] or path
 
 
-def _check_output(config: MergeConfiguration) -> None:
-    """Check dtypes and the chat template, which mergekit checks after merging the weights."""
-    for key in ("dtype", "out_dtype"):
-        name = getattr(config, key)
-        if name is not None and name.removeprefix("torch.") not in DTYPES:
-            raise UserError(f"`{key}` is {shown(name)}: expected one of {', '.join(DTYPES)}")
-    template = config.chat_template
-    # mergekit refuses shorter ones, but only after the merge.
-    jinja = template and len(template) >= 20 and re.search("{[{%]", template)
-    if template and template != "auto" and not jinja:
-        files = importlib.resources.files("mergekit._data.chat_templates").iterdir()
-        known = sorted(f.name.removesuffix(".jinja") for f in files if f.name.endswith(".jinja"))
-        if template not in known:
-            raise UserError(
-                f"`chat_template` is {shown(template)}: expected auto, a Jinja template of 20 "
-                f"characters or more, or one of {', '.join(known)}"
-            )
+@dataclass(frozen=True)
+class _Section:
+    """A part of the configuration, its model if the part is about one, and a slice's base."""
+
+    where: str
+    parameters: Mapping[str, Any]
+    model: ModelReference | None
+    base: ModelReference | None
 
 
 def _sections(part: Any, where: str = "") -> Iterator[_Section]:
     parameters = part.model_dump().get("parameters") or {}
-    model, base = getattr(part, "model", None), getattr(part, "base_model", None)
-    if getattr(part, "residual_weight", None) is not None:
-        raise UserError(f"`{where}residual_weight` has no effect in mergekit: leave it out")
-    start, end = getattr(part, "layer_range", None) or (0, 1)
-    if not 0 <= start < end:
-        raise UserError(
-            f"`{where}layer_range` is [{start}, {end}]: expected [FIRST, AFTER THE LAST]"
-        )
-    yield _Section(where, parameters, model, base)
+    own = (getattr(part, key, None) for key in ("model", "base_model"))
+    yield _Section(where, parameters, *own)
     for key in ("models", "slices", "sources"):
         for index, item in enumerate(getattr(part, key, None) or ()):
             yield from _sections(item, f"{where}{key}[{index}].")
@@ -235,10 +211,11 @@ def _models(sections: Sequence[_Section], base: ModelReference) -> tuple[ModelRe
         identity = identity_of(model)
         if identity in listed:
             raise UserError(f"`{where}` lists {model} twice (as {listed[identity]}): list it once")
-        if identity == its_own and not its_list.endswith("sources"):
-            raise UserError(f"`{where}` is the base model {base}: list only fine-tuned models")
-        if identity == its_own and model != base:
-            raise UserError(f"`{where}` writes the base {base} as {model}: write both alike")
+        if identity == its_own and (model != base or not its_list.endswith("sources")):
+            raise UserError(
+                f"`{where}` is the base model {base}: list only fine-tuned models, and the base in "
+                "`sources`, as `base_model` writes it"
+            )
         listed[identity] = model
     first: tuple[ModelReference, ...] = ()
     for where, listed in lists.items():
@@ -295,16 +272,16 @@ def _values(
 
 def _one_value(key: str, setting: Any, where: str) -> Any:
     """The plain value of a setting, which may not be a filter or a layer gradient."""
-    known = key in GLOBAL_KEYS or key in MODEL_KEYS
-    if known and isinstance(setting, Mapping) and setting.get("filter") in (None, "*"):
+    if key not in GLOBAL_KEYS and key not in MODEL_KEYS:
+        return setting
+    if isinstance(setting, list) and len(setting) == 1:
+        setting = setting[0]
+    if isinstance(setting, Mapping) and setting.get("filter") in (None, "*"):
         setting = setting.get("value")
-    if known and isinstance(setting, list) and len(setting) == 1:
-        return _one_value(key, setting[0], where)
-    if known and isinstance(setting, list | Mapping):
-        hint = '; several names are one text: "math,code"' if key == "forget" else ""
+    if isinstance(setting, list | Mapping):
         raise UserError(
             f"`{key}` under `{where}` is {shown(setting)}: it must be one value for the whole "
-            f"merge, no filter and no layer gradient{hint}"
+            "merge, no filter and no layer gradient"
         )
     return setting
 
