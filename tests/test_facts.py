@@ -19,7 +19,7 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.store import facts
 
 HERE = Path(__file__).parent
-MODELS = (facts.Facts, facts.StoreRecord, facts.Bounds, facts.FileRecord)
+MODELS = (facts.Facts, facts.StoreRecord, facts.FileRecord)
 
 
 def words(kind: Any) -> str:

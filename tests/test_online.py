@@ -148,7 +148,7 @@ def spied(call: Callable[..., Found], *args: Any, **more: Any) -> tuple[Found, A
 
 
 def check_state(bases: Bases, naive: Naive, tolerance: float = 1e-5) -> None:
-    """Bases, composed coefficients, and what a store says of its errors.
+    """Bases, composed coefficients, and errors.
 
     Bases are stored in float32, so a least squares decoder is known to 2^-24 times the condition
     number of its equations.
@@ -171,19 +171,22 @@ def check_state(bases: Bases, naive: Naive, tolerance: float = 1e-5) -> None:
     check_errors(bases, matrix_of(bases), naive.tau)
 
 
-def check_errors(bases: Bases, stored: Array, tau: Array, tight: bool = False) -> None:
-    """The bounds hold for the bases as they are stored."""
-    decoder = bases.decoder.numpy()
+def check_errors(bases: Bases, stored: Array, tau: Array, unit: float = 2e-7) -> None:
+    """They are those of the stored bases, up to their rounding, while G is known; else unknown.
+
+    Squares are known to 1e-6 of squared terms, so an error near 0 is known to its root.
+    """
+    assert bases.encoder is not None
+    decoder, norms = bases.decoder.numpy(), np.linalg.norm(tau, axis=0)
     missing = np.linalg.norm(stored @ decoder - tau, axis=0)
-    norms = np.linalg.norm(tau, axis=0)
-    for task, true, norm in zip(bases.tasks, missing, norms, strict=True):
-        low, high = (bases.facts["errors"][task][end] for end in ("at_least", "at_most"))
+    moved = np.abs(bases.encoder.numpy() @ decoder - np.eye(len(norms)))
+    sizes = np.linalg.norm(stored, axis=0)
+    room = 1e-3 * norms @ moved + 4 * unit * (sizes @ np.abs(decoder) + norms)
+    for k, (task, norm) in enumerate(zip(bases.tasks, norms, strict=True)):
+        found = bases.facts["errors"][task]
         assert bases.facts["norms"][task] == pytest.approx(norm, rel=1e-6)
-        assert 0 <= low <= true / norm <= high, (task, low, true / norm, high)
-        # One number, where no large terms cancel. Squares are known to 1e-6 of squared terms
-        # of up to ten norms, so an error near 0 is known to its root.
-        if tight and np.abs(decoder).max() <= 3 and norms.max() <= 10 * norm:
-            assert high - low <= (1e-4 if true > 0.1 * norm else 2e-2), (task, low, high)
+        assert (found is None) == ("gram" not in bases.tensors), task
+        assert found is None or abs(found * norm - missing[k]) <= room[k], task
 
 
 def check_merges(bases: Bases, base: State, naive: Naive, forget: int = 0) -> None:
@@ -305,8 +308,8 @@ class Stream:
         more |= {"weight": weight, "dtype": self.dtype}
         return tvb.add(bases, self.base, vector, f"t{index}", **more)
 
-    def check(self, bases: Bases, known: bool, tight: bool) -> None:
-        """`known`: whether all inner products are; `tight`: whether the errors are numbers."""
+    def check(self, bases: Bases, known: bool) -> None:
+        """`known`: whether all inner products are."""
         count = len(bases.tasks)
         unit = UNITS[self.dtype]
         tau = torch.stack(self.vectors[:count]).T.double().numpy() * np.array(self.weights[:count])
@@ -328,7 +331,7 @@ class Stream:
         assert ("gram" in bases.tensors) == known == (bases.facts["loss"] is not None)
         if known:
             assert off(bases.tensors["gram"].numpy(), tau.T @ tau) <= 3 * unit
-        check_errors(bases, stored, tau, tight and self.dtype == torch.float32)
+        check_errors(bases, stored, tau, unit)
 
 
 STREAMS = st.builds(
@@ -350,8 +353,8 @@ BEGINNINGS = {  # the basis of a build, or None, and how to compress -> how to g
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(STREAMS, st.integers(2, 5), st.sampled_from(list(BEGINNINGS)))
-def test_the_truth_lies_in_the_bounds(stream, budget, begin):
-    basis, how = begin
+def test_streams_of_vectors_that_are_hard(stream, budget, begin):
+    basis, _ = begin
     more: dict[str, Any] = {"budget": budget, **BEGINNINGS[begin]}
     total, bases, singles = len(stream.vectors), None, True
     if basis is not None:
@@ -359,14 +362,11 @@ def test_the_truth_lies_in_the_bounds(stream, budget, begin):
         bases = stream.build(count, basis, budget)
         assert bases.encoder is not None
         singles = torch.equal(bases.encoder, torch.eye(count, dtype=torch.float64))
-    tight = how != "ae"  # nearly equal bases
     for number in range(1 if bases is None else len(bases.tasks) + 1, total + 1):
-        if bases is not None and bases.num_bases == budget:
-            tight = tight and "gram" in bases.tensors
         bases = stream.add(bases, **more)
         more = {}
         # G is known for as long as every basis before this step was a task vector
-        stream.check(bases, known=singles and number <= budget + 1, tight=tight)
+        stream.check(bases, known=singles and number <= budget + 1)
 
 
 # The commands, on Llama checkpoints

@@ -170,10 +170,10 @@ def test_a_basis_is_not_sampled(family: Models, tmp_path: Path) -> None:
         ({"basis": "none", "exclude": "mlp"}, []),
     ],
 )
-def test_errors_of_bases_over_samples(
+def test_bases_over_samples(
     keys: dict[str, Any], words: list[str], family: Models, tmp_path: Path
 ) -> None:
-    """They are of the models, and hold for a later addition too."""
+    """Norms are those of the models, also after an addition; errors are not known."""
     tasks = family.build(tmp_path / "tasks", "--keep", "0.25")
     listed = [tasks.path / task for task in tasks.facts.store.folders]
     over = recipe("basis_ta", family.base, listed, own={2: {"weight": -0.01}}, **keys)
@@ -187,16 +187,9 @@ def test_errors_of_bases_over_samples(
             vector.base = StateDict(base)
         held = [{n: v.tensor(n).double() for n in made.names} for v in made.sources]
         for index, (task, tau) in enumerate(zip(made.tasks, taus, strict=False)):
-            shares = made.reconstruction([task])[:, 0]
-            weight = float(made.weights[index])
-            lost = {n: sum(s * h[n] for s, h in zip(shares, held, strict=True)) for n in held[0]}
-            error = size({n: lost[n] - weight * tau[n].double() for n in lost})
-            bounds = made.facts.errors[task]
-            norm = size({n: tau[n] for n in lost}) * abs(weight)
+            norm = size({n: tau[n] for n in held[0]}) * abs(float(made.weights[index]))
             assert made.facts.norms[task] == pytest.approx(norm, rel=0.03)
-            assert bounds.at_least * norm <= error * 1.001
-            assert error <= bounds.at_most * norm * 1.001 + 1e-9
-            assert error > norm / 2  # the samples' own
+            assert made.facts.errors[task] is None
         gram = [[sum(float((a[n] * b[n]).sum()) for n in a) for b in held] for a in held]
         count, found = made.num_bases, made.tensors["gram_bases"]
         near = torch.tensor(gram, dtype=torch.float64)[:count, :count]
@@ -220,8 +213,8 @@ def test_bases_over_samples_under_other_names(tmp_path: Path) -> None:
     over = recipe("basis_ta", models.base, vectors, basis="balanced", num_bases=2)
     tvb("build", write(over, tmp_path / "over"), tmp_path / "bases", "--quiet")
     made = tvb_mergekit.load(tmp_path / "bases").facts
-    for task, error in tasks.facts.relative_error.items():
-        assert made.errors[task].at_most > 0.99 * error
+    for task in tasks.tasks:
+        assert made.errors[task] is None
         assert made.norms[task] == pytest.approx(tasks.facts.norms[task])
 
 

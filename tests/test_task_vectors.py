@@ -174,8 +174,8 @@ def test_a_task_joins_and_leaves(form: str, six: Models, tmp_path: Path) -> None
     tvb("add", store, six.models["chat"], *words)
     bases = stores.load(store)
     assert bases.num_bases == 3 and not bases.keeps_tasks and "math" in bases.tasks
-    for known in bases.facts.errors.values():
-        assert known.at_least <= known.at_most and (form != "--lossless" or known.at_most < 1)
+    known = [error is not None for error in bases.facts.errors.values()]
+    assert known == [form == "--lossless"] * len(known)
 
 
 def alike(found: Bases, want: Bases, *names: str) -> None:
@@ -205,7 +205,7 @@ def test_task_vectors_go_over_to_algorithm_1(llamas, compress, budget, form, tmp
     found = vectors_of(old)
     words = ("--task", "poems", "--budget", budget, "--compress", compress, "--quiet")
     done = tvb("add", store, llamas.models["poems"], *words)
-    assert "by Algorithm 1" in done.output and "relative error at most: math" in done.output
+    assert "by Algorithm 1" in done.output and "relative errors: not known" in done.output
     grown = stores.load(store)
     assert grown.num_bases == min(budget, 6) and not grown.keeps_tasks and grown.facts.bits is None
     tau = taus_of(llamas, SIX, old.names)
@@ -213,16 +213,7 @@ def test_task_vectors_go_over_to_algorithm_1(llamas, compress, budget, form, tmp
         assert grown.basis_weights is not None
         total = vectors_of(grown) @ grown.basis_weights
         torch.testing.assert_close(total, found.sum(1) + tau[:, -1], rtol=1e-4, atol=1e-6)
-    for later in (False, True):  # the bounds hold later, too, when bases are compressed
-        if later:
-            words = ("--task", "again", "--weight", 6, "--force", "--quiet")
-            tvb("add", store, llamas.models["chat"], *words)
-            grown = stores.load(store)
-            tau = torch.cat([tau, 6 * taus_of(llamas, ["chat"], old.names)], 1)
-        errors = (vectors_of(grown) @ grown.decoder - tau).norm(dim=0) / tau.norm(dim=0)
-        for task, error in zip(grown.tasks, errors.tolist(), strict=True):
-            known = grown.facts.errors[task]
-            assert known.at_least - 1e-6 <= error <= known.at_most + 1e-6, task
+    assert set(grown.facts.errors.values()) == {None}
 
 
 # Mistakes

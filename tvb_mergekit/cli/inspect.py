@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import math
-
 from rich.console import Console
 
 from tvb_mergekit.errors import counted, listed, megabytes
@@ -122,7 +120,7 @@ def _task_sheet(inspection: Inspection, names: list[str]) -> Sheet:
         inspection.tasks, names, inspection.facts.models, inspection.norms, cells, strict=True
     ):
         share = f"{100 * norm / base:.2f} %" if base else "?"
-        error = error_text(*inspection.errors[task]) if task in inspection.errors else "?"
+        error = f"{round(inspection.errors[task], 9):.3g}" if task in inspection.errors else "?"
         rows.append((name, f"{norm:.4g}", share, error, *cell, model))
     head = ("task", "||tau||", "of base", "error", *last, "model")
     return Sheet("Tasks", head, rows, left=("model",))
@@ -161,13 +159,3 @@ def _choice_lines(inspection: Inspection) -> list[Sheet | str]:
     sheet = Sheet("Energy that M bases can retain", head, rows)
     found = ", ".join(f"{100 * share:g} %: {count}" for share, count in inspection.smallest.items())
     return [sheet, f"Smallest M that can retain {found}", CRITERION]
-
-
-def error_text(low: float, high: float) -> str:
-    """One number if two digits suffice, else the range or its known end."""
-    for digits in (3, 2):
-        least, most = (f"{round(value, 9):.{digits}g}" for value in (low, high))
-        if least == most:
-            return most
-    some = f"at least {least}" if low > 0 else "?"
-    return some if math.isinf(high) else f"{least} to {most}"

@@ -193,21 +193,16 @@ def _draw_energy(axes: Axes, inspection: Inspection) -> None:
 
 
 def _draw_errors(axes: Axes, inspection: Inspection, names: Sequence[str]) -> None:
-    """Bars up to each error's lower bound, with whiskers to its upper bound."""
     axes.set_title("Error of each reconstructed task vector, relative to its norm")
-    ranges = np.array([inspection.errors.get(task, (0, math.inf)) for task in inspection.tasks])
-    finite = np.isfinite(ranges).all(axis=1)
-    if not finite.any():
+    errors = np.array([inspection.errors.get(task, math.nan) for task in inspection.tasks])
+    if not np.isfinite(errors).any():
         _say(axes, inspection.why_unknown("errors"))
         return
-    low, high = np.where(np.isfinite(ranges), ranges, 0.0).T
-    places = np.arange(len(names))
-    axes.bar(places, low, 0.7, color=BLUE)
-    spread: dict[str, Any] = {"fmt": "none", "ecolor": DARK, "capsize": min(4.0, 60 / len(names))}
-    axes.errorbar(places, low, [np.zeros_like(low), np.maximum(high - low, 0.0)], **spread)
-    for place in places[~finite]:
-        axes.text(float(place), 0, "?" if ranges[place, 0] < math.inf else "∞", ha="center")
-    axes.set_ylim(0, 1.15 * float(high.max()) if high.max() > 1e-6 else 1.0)
+    places, heights = np.arange(len(names)), np.where(np.isfinite(errors), errors, 0.0)
+    axes.bar(places, heights, 0.7, color=BLUE)
+    for place in places[~np.isfinite(errors)]:
+        axes.text(float(place), 0, "?" if math.isnan(errors[place]) else "∞", ha="center")
+    axes.set_ylim(0, 1.15 * float(heights.max()) if heights.max() > 1e-6 else 1.0)
     axes.set_xlim(-0.7, len(names) - 0.3)
     _label_x(axes, names)
     axes.set_ylabel("‖τ̂ − τ‖ / ‖τ‖")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -203,12 +202,13 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
         error = grown.facts.relative_error[task]
         click.echo(f"{store_line(grown)}; relative error of {task} {error:.3f}")
         return
-    errors = [(e.at_most, name) for name, e in grown.facts.errors.items()]
-    most, worst = max(((math.inf if e is None else e, n) for e, n in errors), key=lambda p: p[0])
+    errors = [(error, name) for name, error in grown.facts.errors.items() if error is not None]
+    told = "the errors of the tasks are not known"
+    if errors:
+        told = "largest relative error of a task {:.3f} ({})".format(*max(errors))
     click.echo(
         f"{grown.path}: {counted(len(grown.tasks), 'task')} in {grown.num_bases} of at most "
-        f"{grown.facts.store.budget} bases; largest relative error of a task at most "
-        f"{most:.3f} ({worst})"
+        f"{grown.facts.store.budget} bases; {told}"
     )
 
 

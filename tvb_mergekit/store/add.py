@@ -26,7 +26,7 @@ from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.output import check_new_folder
 from tvb_mergekit.tensors.taskset import TaskSet
 
-STEP = ("encoder", "decoder", "gram_bases", "errors")  # tensors of a step in basis.safetensors
+STEP = ("encoder", "decoder", "gram_bases")  # tensors of a step in basis.safetensors
 
 
 def add_to_store(
@@ -93,7 +93,7 @@ def _empty(inputs: TaskSet, dtype: torch.dtype) -> Bases:
     none = torch.zeros(0, dtype=torch.float64)
     tensors = dict.fromkeys(("basis_weights", "weights", "norms", "matrix_norms"), none)
     tensors |= dict.fromkeys(("encoder", "decoder", "gram"), none.view(0, 0))
-    return Bases(facts, {**tensors, "errors": none.view(2, 0)}, [])
+    return Bases(facts, tensors, [])
 
 
 # Decisions
@@ -168,16 +168,11 @@ class _Addition:
         self.sums = addition.new_sums(bases, inputs, self.items, growth.doubt, engine)
         held = bases.tensors
         buffer = online.Buffer(
-            self.dtype,
-            sum(item.numel for item in self.items),
             held["encoder"],
             held["decoder"],
             # The Gram matrix of samples is of the task vectors before them.
             held.get("gram") if bases.facts.store.codec != "sampled" else None,
             held.get("basis_weights"),
-            held["norms"],
-            held["errors"],
-            self.exact,
         )
         self.step = online.add_task(buffer, self.sums.gram, self.budget, self.how, self.settings)
         # The factors of the bases and of the new model's difference in the new bases.
@@ -208,22 +203,23 @@ class _Addition:
         return writer.commit(replace(vectors, files={**files, **found}), self._history())
 
     def _effect(self) -> str:
-        """The effect on the errors of the tasks of a store of all tasks."""
-        old = self.bases.facts
-        before = {task: f"{error:.3f} -> " for task, error in old.relative_error.items()}
+        """The new form, and the errors of the tasks if they are known."""
         errors = facts_of(self._vectors(), self._history()).errors
-        told = [f"{t} {before.get(t, '')}{of.at_most or 0:.3f}" for t, of in errors.items()]
+        told = [f"{task} {error:.3f}" for task, error in errors.items() if error is not None]
         return (
             f"by Algorithm 1 ({self.how}) instead of {self.bases.num_bases} vectors at "
-            f"{counted(old.bits or 0.0, 'bit')}; relative error at most: {', '.join(told)}"
+            f"{counted(self.bases.facts.bits or 0.0, 'bit')}; relative errors: "
+            f"{', '.join(told) or 'not known'}"
         )
 
     def _vectors(self) -> Vectors:
         step = self.step
         tensors = {name: getattr(step, name) for name in STEP}
         if step.gram is not None:
-            values = torch.from_numpy(Gram.of(step.gram).values.copy())
-            tensors |= {"gram": step.gram, "eigenvalues": values}
+            gram = Gram.of(step.gram)
+            errors = gram.errors((step.encoder @ step.decoder).numpy())
+            tensors |= {"gram": step.gram, "eigenvalues": torch.from_numpy(gram.values.copy())}
+            tensors["errors"] = torch.from_numpy(errors)
         folders = [basis_folder(m) for m in range(len(step.decoder))]
         return Vectors(tensors, folders, dtype=dtype_name(self.dtype))
 

@@ -193,13 +193,13 @@ def join(
     found, measured = write_vectors(
         writer.folder, new, items, matrix, config, engine, first=count, coding=coding
     )
-    own = {"errors": torch.zeros(2, 1, dtype=torch.float64)}
+    own = {"errors": torch.zeros(1, dtype=torch.float64)}
     if share == 1:
         found |= write_originals(writer.folder, new, replace(inputs, items=items), engine)
     else:
         own = forms.measured_tensors(measured, inputs.weights)
-        own["errors"] = forms.lost(own).expand(2, 1)
-    tensors = {name: torch.cat([bases.tensors[name], own[name]], 1) for name in own}
+        own["errors"] = forms.lost(own)
+    tensors = {name: torch.cat([bases.tensors[name], own[name]], -1) for name in own}
     vectors = [open_vector(writer.folder / name, bases.facts.store.codec) for name in folders]
     for vector in vectors:
         vector.base = inputs.base
@@ -239,7 +239,7 @@ def remove_task(path: str | os.PathLike[str], task: str) -> Bases:
         count, tensors = len(facts.tasks), bases.tensors
         rest = [k for k in range(count) if k != index]
         named = [n for n in ("tensor_squares", "tensor_errors", "errors") if n in tensors]
-        columns = {n: tensors[n][:, rest] for n in named}
+        columns = {n: tensors[n][..., rest] for n in named}
         grams = {n: tensors[n][rest][:, rest] for n in ("gram_bases", "gram") if n in tensors}
         models = [facts.models[k] for k in rest]
 

@@ -179,6 +179,6 @@ def _numbers(
     """`basis.safetensors` of kept task vectors; `gram_bases` is of the models themselves."""
     if share == 1:
         none = torch.zeros(len(basis.tasks), dtype=torch.float64)
-        return numbers_of_bases(inputs, basis, torch.float32, none)
+        return numbers_of_bases(inputs, basis, none)
     own = forms.measured_tensors(measured, basis.weights)
-    return numbers_of_bases(inputs, basis, torch.float32, forms.lost(own)) | own
+    return numbers_of_bases(inputs, basis, forms.lost(own)) | own

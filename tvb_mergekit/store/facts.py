@@ -70,13 +70,6 @@ class FileRecord(Record):
     xxh3_128: str
 
 
-class Bounds(Record):
-    """Bounds of ||tau_hat - tau|| / ||tau||; null where unknown."""
-
-    at_least: Finite | None
-    at_most: Finite | None
-
-
 class StoreRecord(Record):
     """The key `store`: the vectors of a store, its files and its base."""
 
@@ -128,7 +121,7 @@ class Facts(Record):
     relative_error: dict[str, Finite] = {}
     seconds: dict[str, Finite]
     store: StoreRecord | None = None
-    errors: dict[str, Bounds] = {}
+    errors: dict[str, Finite | None] = {}  # null where unknown
     from_store: str | None = None
     checksum: str | None = None
 
@@ -290,7 +283,7 @@ def check_shapes(file: Path | str, tasks: int, bases: int, tensors: Mapping[str,
         "weights": (tasks,),
         "norms": (tasks,),
         "matrix_norms": (tasks,),
-        "errors": (2, tasks),
+        "errors": (tasks,),
     }
     for name, tensor in tensors.items():
         found = tuple(tensor.shape)

@@ -58,16 +58,10 @@ def before_coding(
     if "tensor_errors" not in held:  # models
         return [], []
     rows = torch.tensor([name in names for name in bases.names])
-    errors, some, squares = (
-        each.sum(0).sqrt()
-        for each in (
-            held["tensor_errors"],
-            held["tensor_errors"][rows],
-            held["tensor_squares"][rows],
-        )
+    missed, squares = (
+        held[name][rows].sum(0).sqrt() for name in ("tensor_errors", "tensor_squares")
     )
     norms = held["norms"] * squares / held["tensor_squares"].sum(0).sqrt()
-    missed = some + (held["errors"][1] - errors).clamp(min=0)
     return (norms[list(order)] / scales).tolist(), (missed[list(order)] / scales).tolist()
 
 

@@ -176,27 +176,21 @@ class Inspection:
         return self.tensors.get("reconstruction", encoder @ decoder)
 
     @cached_property
-    def errors(self) -> dict[str, tuple[float, float]]:
-        """Lower and upper bounds of ||tau_hat - tau|| / ||tau|| by task; equal if it is known.
+    def errors(self) -> dict[str, float]:
+        """||tau_hat - tau|| / ||tau|| by task, where it is known.
 
-        A store has measured them; otherwise G and the decoder give them. They are infinite for a
-        zero task vector with another reconstruction, and empty before the bases are built.
+        A store has it; otherwise G and the decoder give it. It is infinite for a zero task vector
+        with another reconstruction, and not known before the bases are built.
         """
         if self.facts.errors:
-            return {
-                task: (of.at_least or 0.0, math.inf if of.at_most is None else of.at_most)
-                for task, of in self.facts.errors.items()
-            }
+            return {task: e for task, e in self.facts.errors.items() if e is not None}
         if self._gram is None or self.reconstruction is None:
             return {}
+        lengths = self._gram.errors(self.reconstruction.numpy())
         norms = np.sqrt(np.maximum(self._gram.matrix.diagonal(), 0.0))
-        # by the root of G: a difference of nearly equal squares would lose all digits
-        residual = self._gram.root @ (self.reconstruction.numpy() - np.eye(len(norms)))
-        lengths = np.linalg.norm(residual, axis=0)
-        noise = NULL * float(np.linalg.norm(self._gram.root))
-        ratios = np.where(lengths > noise, math.inf, 0.0)
+        ratios = np.where(lengths > 0, math.inf, 0.0)
         np.divide(lengths, norms, out=ratios, where=norms > 0)
-        return {task: (each, each) for task, each in zip(self.tasks, ratios.tolist(), strict=True)}
+        return dict(zip(self.tasks, ratios.tolist(), strict=True))
 
     @property
     def row_sums(self) -> list[float] | None:
@@ -270,9 +264,6 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         "choices": [choice._asdict() for choice in inspection.choices],
         "smallest": {f"{share:g}": count for share, count in inspection.smallest.items()},
         "row_sums": inspection.row_sums,
-        "errors": {
-            task: {"at_least": finite(low), "at_most": finite(high)}
-            for task, (low, high) in inspection.errors.items()
-        },
+        "errors": {task: finite(value) for task, value in inspection.errors.items()},
         **{name: tensors[name].tolist() if name in tensors else None for name in matrices},
     }

@@ -42,7 +42,7 @@ from tvb_mergekit.tensors.source import Absent, StateDict, Weights
 from tvb_mergekit.tensors.writing import MARKER
 
 # The tensors of basis.safetensors that merges and additions need.
-NEEDED = {"decoder", "gram_bases", "weights", "norms", "matrix_norms", "errors"}
+NEEDED = {"decoder", "gram_bases", "weights", "norms", "matrix_norms"}
 MEAN = "mean"  # the folder of PCA's mean task vector
 DTYPES: dict[DtypeName, torch.dtype] = {
     "float32": torch.float32,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -16,9 +17,8 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis
-from tvb_mergekit.core.encoders import EVEN
+from tvb_mergekit.core.encoders import EVEN, Gram
 from tvb_mergekit.core.merge import Linear
-from tvb_mergekit.core.online import ARITHMETIC, cast_loss, errors_of, of_sum, reported
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.facts import (
     EXACT,
@@ -95,20 +95,17 @@ def facts_of(vectors: Vectors, history: Mapping[str, Any]) -> StoreFacts:
 
     `history` has all keys that do not follow from the vectors.
     """
-    sizes = vectors.tensors["gram_bases"].diagonal().clamp(min=0).sqrt()
-    decoder = vectors.tensors["decoder"]
-    count = len(decoder)
-    if MEAN in vectors.folders:
-        sizes, decoder = with_mean(sizes, decoder, vectors.tensors["gram"])
-    errors = reported(history["tasks"], history["norms"], vectors.tensors["errors"], sizes, decoder)
-    if vectors.codec == "lossless":  # a model itself, and no sum
-        errors = {task: {"at_least": 0.0, "at_most": 0.0} for task in errors}
+    count, tasks = len(vectors.tensors["decoder"]), history["tasks"]
+    errors: dict[str, float | None] = dict.fromkeys(tasks)
+    if "errors" in vectors.tensors:
+        for task, error in zip(tasks, vectors.tensors["errors"].tolist(), strict=True):
+            errors[task] = error / (history["norms"][task] or math.inf)
     made = {key: history[key] for key in history if key not in MEASURED}
     if vectors.codec != "dense":
         made["bytes"] = nbytes = weight_bytes(vectors.files)
     if vectors.codec in EXACT:
         made["bits"] = 8 * nbytes / (count * history["num_parameters"])
-        made["relative_error"] = {task: error["at_most"] for task, error in errors.items()}
+        made["relative_error"] = errors
     if vectors.density is not None:
         made["density"] = vectors.density
     store = {**history["store"], "codec": vectors.codec, "dtype": vectors.dtype}
@@ -142,7 +139,7 @@ def dense_vectors(
     files: Mapping[str, FileRecord] | None = None,
 ) -> Vectors:
     """The vectors of a new store, stored as tensors of `dtype`."""
-    tensors = numbers_of_bases(tasks, basis, dtype)
+    tensors = numbers_of_bases(tasks, basis)
     return Vectors(tensors, folders_of(basis), files or {}, dtype_name(dtype))
 
 
@@ -157,24 +154,27 @@ def local_path(model: str) -> str | None:
     return os.path.abspath(model) if os.path.exists(model) else None
 
 
-def numbers_of_bases(
-    tasks: TaskSet, basis: Basis, dtype: torch.dtype, lost: Tensor | None = None
-) -> dict[str, Tensor]:
-    """`basis.safetensors` of new bases that are stored in `dtype`.
+def numbers_of_bases(tasks: TaskSet, basis: Basis, lost: Tensor | None = None) -> dict[str, Tensor]:
+    """`basis.safetensors` of new bases.
 
-    `errors` are bounds of ||tau_hat_i - tau_i|| for exact sums of the vectors. Bases over samples
-    that can grow have no `gram`: `tvb add` would compute errors by it, without what samples lack.
+    `errors` are ||tau_hat_i - tau_i|| of exact sums of exact vectors. They are not known over
+    samples. Bases over samples that can grow have no `gram`, which `tvb add` would use.
 
     Args:
         lost: The norm of the error of each task vector, if these are kept instead.
     """
-    tensors, lacking = tensors_of(basis), tasks.lacking
+    tensors, held = tensors_of(basis), held_gram(tasks, basis)
+    encoder, reconstruction = basis.encoding.encoder, basis.encoding.reconstruction
+    products = encoder.T @ held @ encoder
+    tensors["gram_bases"] = (products + products.T) / 2
+    if lost is not None:  # each vector is a task's, and nothing else is lost
+        tensors["errors"] = lost
+    elif not tasks.missed:
+        errors = Gram.of(basis.sums.gram).errors(reconstruction.numpy())
+        tensors["errors"] = torch.from_numpy(errors)
     if tasks.missed and basis.settings.basis in COMPRESSED_BY:
         del tensors["gram"], tensors["eigenvalues"]
-    measured = _measured(basis, held_gram(tasks, basis), dtype, lost)
-    if tasks.sampled:
-        lacking = lacking @ basis.encoding.reconstruction.abs()
-    return {**tensors, **measured, "errors": of_sum(measured["errors"], lacking)}
+    return tensors
 
 
 def held_gram(tasks: TaskSet, basis: Basis) -> Tensor:
@@ -182,50 +182,8 @@ def held_gram(tasks: TaskSet, basis: Basis) -> Tensor:
 
     Samples are longer than their task vectors. Their errors are independent of each other.
     """
-    gram: Tensor = basis.sums.gram + tasks.sampled * tasks.lacking[1].square().diag()
+    gram: Tensor = basis.sums.gram + tasks.sampled * tasks.lacking.square().diag()
     return gram
-
-
-def _measured(
-    basis: Basis, held: Tensor, dtype: torch.dtype, lost: Tensor | None = None
-) -> dict[str, Tensor]:
-    """`gram_bases` [M, M], and bounds [2, T] of ||tau_hat_i - tau_i|| as `errors`.
-
-    Args:
-        held: `held_gram`. The basis itself has the Gram matrix of the task vectors.
-        dtype: As in `numbers_of_bases`, and `lost`.
-    """
-    encoding, gram = basis.encoding, basis.sums.gram
-    low, high = errors_of(gram, encoding.reconstruction)
-    products, sizes, terms, table = sizes_of(basis, held)
-    if lost is not None:  # each vector is a task's, and nothing else is lost
-        return {"gram_bases": products, "errors": torch.stack([lost, lost])}
-    cast = cast_loss(sizes, dtype, basis.sums.num_parameters)
-    moved = (cast + ARITHMETIC * terms) @ table.abs()
-    errors = torch.stack([(low - moved).clamp(min=0), high + moved])
-    return {"gram_bases": products, "errors": errors}
-
-
-def sizes_of(basis: Basis, held: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`gram_bases` [M, M], norms of K bases and PCA's mean [K], sums of their summands' norms [K],
-    and the decoder [K, T]. `held` is `held_gram`.
-    """
-    encoding, norms = basis.encoding, held.diagonal().clamp(min=0).sqrt()
-    table, encoder = encoding.decoder, encoding.encoder
-    products = encoder.T @ held @ encoder
-    products = (products + products.T) / 2
-    sizes, terms = products.diagonal().clamp(min=0).sqrt(), norms @ encoder.abs()
-    if basis.settings.basis == "pca":
-        sizes, table = with_mean(sizes, table, held)
-        terms = torch.cat([terms, norms.mean().reshape(1)])
-    return products, sizes, terms, table
-
-
-def with_mean(sizes: Tensor, decoder: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Norms and decoder of the bases with PCA's mean, which every tau_hat contains once."""
-    ones = torch.ones(1, decoder.shape[1], dtype=torch.float64)
-    mean = gram.mean().clamp(min=0).sqrt().reshape(1)
-    return torch.cat([sizes, mean]), torch.cat([decoder, ones])
 
 
 def write_vectors(

@@ -40,7 +40,7 @@ class TaskSet:
         sums: The unweighted Gram matrix, if it is known.
         norms: The norms of the unweighted task vectors of the models, [T]; empty if the inputs are
             models.
-        missed: Upper bounds of the norms of the coding or sampling errors, [T]; empty likewise.
+        missed: The norms of the sampling errors, [T]; empty likewise.
         adapters: The models as low-rank factors, if all are.
         folder: The base's folder, for its config.json and tokenizer.
         varying: `lambda`, `alpha` and `density` as the recipe has them.
@@ -79,10 +79,9 @@ class TaskSet:
 
     @property
     def lacking(self) -> torch.Tensor:
-        """Bounds [2, T] of what each weighted input lacks of its task vector, float64."""
+        """The norm of what each weighted input lacks of its task vector, [T] float64."""
         missed = torch.tensor(self.missed or [0.0] * len(self.tasks), dtype=torch.float64)
-        most = missed * torch.tensor(self.weights, dtype=torch.float64).abs()
-        return torch.stack([torch.zeros_like(most), most])
+        return missed * torch.tensor(self.weights, dtype=torch.float64).abs()
 
     def check_unchanged(self) -> None:
         """Raise UserError if a file of the inputs was changed after it was opened."""

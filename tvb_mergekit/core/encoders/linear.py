@@ -108,6 +108,11 @@ class Gram:
         """The spectral lower bound, sum of the eigenvalues beyond the M-th (paper Eq. 7)."""
         return float(self.values[num_bases:].sum())
 
+    def errors(self, reconstruction: Array) -> Array:
+        """||tau_hat_i - tau_i|| [T] of T_hat = T `reconstruction`; 0 if it is rounding alone."""
+        lengths = np.linalg.norm(self.root @ (reconstruction - np.eye(self.size)), axis=0)
+        return np.where(lengths > NULL * np.linalg.norm(self.root), lengths, 0.0)
+
     def decoder(self, encoder: Array) -> Array:
         """The least-squares W_d [M, T] of least norm, (W_e^T G W_e)^+ W_e^T G = (F W_e)^+ F.
 
