@@ -257,11 +257,11 @@ BOTH = (False, True)
 MERGES: list[tuple[str, Any, Any, tuple[bool, ...]]] = [
     ("basis_ta", {"basis": "balanced"}, [GRAM, LINEAR], BOTH),
     ("basis_ties", ALL, [COUNT, (0, GRAM[1]), TRIM], BOTH),  # G on the way
-    ("basis_iso", ALL, [GRAM, matrices(0, 3)], (False,)),
-    ("basis_iso", {**ALL, "common": 0.5}, [GRAM, matrices(0, 14)], (True,)),
-    ("basis_tsvm", ALL, [GRAM, matrices(0, 14)], (False,)),
-    ("basis_wudi", {**ALL, "flow_time": 30}, [GRAM, matrices(1, 8)], (False,)),
-    ("basis_wudi", {**ALL, "flow_time": "exact"}, [GRAM, matrices(1, 8)], (True,)),
+    ("basis_iso", ALL, [GRAM, matrices(0, 2)], (False,)),
+    ("basis_iso", {**ALL, "common": 0.5}, [GRAM, matrices(0, 11)], (True,)),
+    ("basis_tsvm", ALL, [GRAM, matrices(0, 11)], (False,)),
+    ("basis_wudi", {**ALL, "flow_time": 30}, [GRAM, matrices(1, 5)], (False,)),
+    ("basis_wudi", {**ALL, "flow_time": "exact"}, [GRAM, matrices(1, 5)], (True,)),
 ]  # fmt: skip
 
 
