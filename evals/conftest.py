@@ -1,11 +1,12 @@
 """The studies, the benchmarks of speed and the recipe of evals/real, as modules to import."""
 
-import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tvb_mergekit.core.settings import GLOBAL_KEYS
 
 EVALS = Path(__file__).resolve().parent
 sys.path += [str(EVALS), str(EVALS / "speed"), str(EVALS.parent / "recipes/smollm2")]
@@ -14,7 +15,5 @@ sys.path += [str(EVALS), str(EVALS / "speed"), str(EVALS.parent / "recipes/smoll
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autoencoders are trained for 20 steps."""
-    autoencoder: Any = importlib.import_module("tvb_mergekit.core.encoders.autoencoder")
-    train = autoencoder._train
-    monkeypatch.setattr(autoencoder, "_train", lambda gram, count, settings: train(
-        gram, count, settings.model_copy(update={"steps": 20})))  # fmt: skip
+    steps = GLOBAL_KEYS["steps"]
+    monkeypatch.setitem(GLOBAL_KEYS, "steps", replace(steps, default=20))

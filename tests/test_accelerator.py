@@ -34,7 +34,7 @@ from tvb_mergekit.cli.options import auto_device
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.gram import BLOCK
 from tvb_mergekit.core.learned import FisherMean, Stitch, regression_mean
-from tvb_mergekit.settings import resolve_settings
+from tvb_mergekit.core.settings import resolve_settings
 from tvb_mergekit.store import loaded
 from tvb_mergekit.store.api import base_of
 from tvb_mergekit.store.export import items_of

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tvb_mergekit.core.basis import Tunables
+from tvb_mergekit.core.settings import resolve_settings
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.settings import resolve_settings
 from tvb_mergekit.tensors import merging, passes, stream
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import BLOCK, READ, Needs, parse_memory, plan_layout

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Tunables, build, warnings
 from tvb_mergekit.core.gram import BLOCK, GramSums
-from tvb_mergekit.core.merge import TrimElectMerge
+from tvb_mergekit.core.merge import Entrywise
+from tvb_mergekit.core.methods.ties import trim_elect_merge
+from tvb_mergekit.core.settings import resolve_settings
 from tvb_mergekit.core.trim import Histogram
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.settings import resolve_settings
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.merging import build_basis, merge_items
 from tvb_mergekit.tensors.stream import Item, Part, held_item
@@ -240,7 +242,8 @@ def test_trim_elect_merge_entry_by_entry(size: int, how: str, seed: int) -> None
         pick = {"sum": sum, "mean": np.mean, "max": lambda x: max(x, key=abs)}[how]
         want[n] += 0.5 * pick(agreeing)
     limits = torch.from_numpy(thresholds).float()
-    merge = TrimElectMerge(torch.eye(size, dtype=torch.float64), limits, how, 0.5).on(CPU)
+    direction = partial(trim_elect_merge, thresholds=limits.tolist(), merge_func=how)
+    merge = Entrywise(torch.eye(size, dtype=torch.float64), direction, 0.5).on(CPU)
     found = merge(torch.from_numpy(base).float(), torch.from_numpy(bases).float())
     np.testing.assert_allclose(found[0], want, rtol=1e-6)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 from test_cli import every_command
 
-from tvb_mergekit.settings import ALL_KEYS
+from tvb_mergekit.core.settings import ALL_KEYS, BASES, METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 MANUAL = {path: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
@@ -60,6 +60,16 @@ def test_the_manual_names_every_command_and_key() -> None:
     assert [name for name in COMMANDS if not re.search(f"tvb {name}", text)] == []
     assert [key for key in ALL_KEYS if f"`{key}`" not in text] == []
     assert len(PAGES[ROOT / "README.md"].splitlines()) <= 200
+
+
+def test_the_tables_list_what_is_registered() -> None:
+    """Bases and merge methods in the README, keys of recipes in the manual."""
+    readme, keys = PAGES[ROOT / "README.md"], MANUAL[ROOT / "docs/recipes.md"]
+    rows = readme[readme.index("## Methods and bases") :].partition("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+)`", rows, re.M)
+    assert sorted(listed) == sorted(["merge_method", "basis", *METHODS, *BASES])
+    keys = keys[: keys.index("## Which tensors take part")]
+    assert set(re.findall(r"^\| `(\w+)` \|", keys, re.M)) == set(ALL_KEYS)
 
 
 def test_the_readme_installs_the_torch_that_the_project_needs() -> None:

@@ -17,8 +17,8 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from torch import Tensor
 
 from tvb_mergekit.core.encoders import Gram, balanced, encode
+from tvb_mergekit.core.settings import Settings
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.settings import Settings
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 few = settings(quick, max_examples=15)
@@ -27,7 +27,7 @@ Array = reference.Array
 
 
 def solve(gram: Tensor | Array, **keys: Any) -> Any:
-    return encode(torch.as_tensor(gram), Settings(method="basis_ta", **keys))
+    return encode(torch.as_tensor(gram), Settings("basis_ta", keys))
 
 
 @st.composite

@@ -21,8 +21,8 @@ from worlds import THREE, Models, World
 from tvb_mergekit.cli.inspect import print_inspection
 from tvb_mergekit.cli.plot import plot
 from tvb_mergekit.core.encoders import Encoding, encode
+from tvb_mergekit.core.settings import Settings
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.settings import Settings
 from tvb_mergekit.store.facts import Facts, StoreFacts
 from tvb_mergekit.store.inspection import Inspection, as_json
 from tvb_mergekit.tensors.checkpoint import Checkpoint
@@ -44,7 +44,7 @@ def encoding_of(vectors: np.ndarray, basis: str, count: int) -> Encoding:
     keys: dict[str, Any] = {"steps": 5} if basis.endswith("ae") else {}
     if basis != "none":
         keys["num_bases"] = count
-    return encode(gram, Settings(method="basis_ta", basis=basis, **keys))  # type: ignore[arg-type]
+    return encode(gram, Settings("basis_ta", {"basis": basis, **keys}))
 
 
 def inspected(

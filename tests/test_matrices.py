@@ -12,20 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from tvb_mergekit.core import matrices
-from tvb_mergekit.core.matrices import (
-    BLOCK,
-    NULL,
-    interference_free,
-    isotropic,
-    matrix_bytes,
-    merge_matrix,
-    rounding_noise,
-    singular_vectors,
-)
-from tvb_mergekit.settings import Settings
+from tvb_mergekit.core.matrices import NULL, rounding_noise
+from tvb_mergekit.core.methods.iso import isotropic
+from tvb_mergekit.core.methods.tsvm import singular_vectors
+from tvb_mergekit.core.methods.wudi import interference_free
+from tvb_mergekit.core.settings import METHODS as KINDS
 
 Array = reference.Array
 FEW = 64  # as BLOCK, so that small matrices have several blocks
@@ -39,10 +32,9 @@ FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "stopped": ("interference_free", "basis_wudi", {"flow_time": 300.0}),
 }
 SINGLE = ("stopped",)  # computed in float32
-METHODS = {k: partial(getattr(matrices, name), **keys) for k, (name, _, keys) in FORMS.items()}
+METHODS = {k: partial(KINDS[method].function, **keys) for k, (_, method, keys) in FORMS.items()}
 DENSE = {k: partial(getattr(reference, name), **keys) for k, (name, _, keys) in FORMS.items()}
 least = METHODS["exact"]
-CHOSEN = {k: Settings(method=method, **keys) for k, (_, method, keys) in FORMS.items()}
 SHAPES = [(4, 40, 60), (8, 60, 40), (5, 31, 31), (1, 20, 30), (1, 30, 20), (2, FEW + 9, 12)]
 SHAPES += [(3, 16, 2 * FEW + 7)]  # fewer rows in all than columns
 
@@ -132,16 +124,16 @@ def test_iso_c_is_isotropic_and_sees_the_sum_alone(shape: tuple[int, ...], seed:
     moved[0] += 1.0
     moved[-1] -= 1.0
     assert off(isotropic(moved.float()), merged) < 1e-5
-    assert torch.equal(isotropic(bases, 0.999), isotropic(bases)) or shape[0] == 1
+    assert torch.equal(isotropic(bases, common=0.999), isotropic(bases)) or shape[0] == 1
 
 
 def test_iso_cts_divides_the_rest_equally_and_never_takes_more_than_there_is() -> None:
     for shape, common in [((3, 9, 12), 0.0), ((8, 30, 20), 0.29), ((2, 10, 10), 0.55)]:
         bases = noise(*shape)
         want = reference.isotropic(bases.double().numpy(), common)
-        assert off(isotropic(bases, common), want) < 3e-6
+        assert off(isotropic(bases, common=common), want) < 3e-6
     crowded = noise(8, 12, 15)  # 12 / 8 rounds to 2, which would be 16 of 12
-    merged = isotropic(crowded, 0.0)
+    merged = isotropic(crowded, common=0.0)
     assert torch.linalg.matrix_rank(merged) == 12 and not torch.equal(merged, isotropic(crowded))
 
 
@@ -180,10 +172,10 @@ def test_the_flow_goes_from_the_sum_to_the_least(shape, kind, seed: int) -> None
     total, times = bases.double().sum(0), [0.01, 1.0, 30.0, 300.0, 1e4, 1e30]
     before, moved = interference(total, bases), 0.0
     bound = before
-    assert off(interference_free(bases, 1e-9), total) < 1e-6
+    assert off(interference_free(bases, flow_time=1e-9), total) < 1e-6
     for time in times:
-        merged = interference_free(bases, time)
-        assert off(interference_free(bases, time * 1.001), merged) < 2e-3
+        merged = interference_free(bases, flow_time=time)
+        assert off(interference_free(bases, flow_time=time * 1.001), merged) < 2e-3
         after, far = interference(merged, bases), float((merged - total).norm())
         assert after <= before * (1 + 1e-6) + 1e-12 and far >= moved * (1 - 1e-5) - 1e-6
         assert far <= 0.6382 * (time * bound) ** 0.5 * (1 + 1e-5) + 1e-6
@@ -261,28 +253,3 @@ def test_a_zero_matrix_does_not_interfere() -> None:
         bases = torch.cat([noise(*shape), torch.zeros(1, *shape[1:])])
         assert off(least(bases), least(bases[:-1])) < 1e-6
         assert interference(bases[0], bases) == interference(bases[0], bases[:-1])
-
-
-BYTES = [(1, 120, 90), (1, 90, 600), (2, 256, 256), (3, 400, 60), (8, 96, 1500), (8, 1500, 96)]
-MOST = {"isotropic": 6, "cts": 9, "singular_vectors": 6.5, "stopped": 7}
-
-
-@pytest.mark.parametrize("block", [16, BLOCK])  # 16: as for larger matrices
-@pytest.mark.parametrize("shape", BYTES, ids=str)
-@pytest.mark.parametrize("method", METHODS)
-def test_no_more_bytes_than_told(method: str, shape, block: int, monkeypatch) -> None:
-    monkeypatch.setattr(matrices, "BLOCK", block)
-    bases = noise(*shape)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        merge_matrix(CHOSEN[method], bases)
-    # `profiler.events()` leaves out what an operation allocates for itself.
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    held = np.cumsum([bases.nbytes, *(event.nbytes() for event in events)])
-    told = matrix_bytes(CHOSEN[method], *shape)
-    assert held.max() <= told < 1.8 * held.max()
-    if method == "stopped":  # samples have no smaller form for few rows
-        assert matrix_bytes(CHOSEN[method], *shape, sampled=True) >= told
-    monkeypatch.undo()
-    for large in [(2, 1024, 1024), (2, 4096, 1024), (2, 2048, 8192), (3, 2048, 6144)]:
-        assert matrix_bytes(CHOSEN[method], *large) < MOST.get(method, 10.1) * 4 * np.prod(large)

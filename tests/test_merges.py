@@ -20,7 +20,7 @@ from worlds import ARCHITECTURES, EMBEDDING, HEAD, THREE, Models, World, llama, 
 
 import tvb_mergekit
 from tvb_mergekit.core.encoders import encode
-from tvb_mergekit.settings import resolve_settings
+from tvb_mergekit.core.settings import resolve_settings
 
 Tensors = Mapping[str, Tensor]
 FAST = {"steps": 300}

@@ -30,7 +30,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tvb_mergekit.settings import resolve_settings
+from tvb_mergekit.core.settings import resolve_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"

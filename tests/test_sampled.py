@@ -22,7 +22,7 @@ from torch import Tensor
 from worlds import Models, hub
 
 import tvb_mergekit
-from tvb_mergekit.core.matrices import interference_free
+from tvb_mergekit.core.methods.wudi import interference_free
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.lossless import BLOCK, Draw
@@ -134,7 +134,7 @@ def test_wudi_over_samples(shape: tuple[int, int]) -> None:
     gain = torch.where(values > 1e-9, -torch.expm1(-30 * values) / values, 0)
     total = bases.double().sum(0)
     want = total - (total @ normal - right) @ (turned * gain) @ turned.T
-    found = interference_free(bases, 30, None, [share] * 3)
+    found = interference_free(bases, flow_time=30, shares=[share] * 3)
     torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-3)
 
 

@@ -12,11 +12,11 @@ from mergekit.common import dtype_from_name
 from tvb_mergekit.core.basis import Basis
 from tvb_mergekit.core.encoders import known_before
 from tvb_mergekit.core.gram import check_copied
+from tvb_mergekit.core.settings import Settings
 from tvb_mergekit.errors import UserError, counted, listed, megabytes
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.inputs import Options, by_factors, read_inputs
 from tvb_mergekit.plugin.planner import input_folders, plan_only
-from tvb_mergekit.settings import Settings
 from tvb_mergekit.store.build import inspect_inputs
 from tvb_mergekit.store.store import check as check_store
 from tvb_mergekit.store.store import dtype_name

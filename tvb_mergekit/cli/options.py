@@ -324,7 +324,7 @@ def document_of(recipe: str, method: str | None, base: str | None) -> Document:
         if method is not None or base is not None:
             raise UserError(f"{recipe} is a recipe: --method and --base belong to a STORE")
         return read_recipe(recipe)
-    from tvb_mergekit.settings import hint
+    from tvb_mergekit.core.settings import hint
     from tvb_mergekit.store.recipes import templates, with_paths
 
     bases = load_store(recipe)

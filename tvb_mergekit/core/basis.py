@@ -6,6 +6,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,11 @@ from torch import Tensor
 
 from tvb_mergekit.core.encoders import Encoding, encode, encode_before
 from tvb_mergekit.core.gram import GramSums
-from tvb_mergekit.core.merge import Linear, Step, Term, TrimElectMerge
+from tvb_mergekit.core.merge import Entrywise, Linear, Step, Term
+from tvb_mergekit.core.settings import METHODS, Settings
 from tvb_mergekit.core.trim import Histogram
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import phase
-from tvb_mergekit.settings import MATRIX_METHODS, Settings
 
 # A fine-tuned model moves by about half a percent of the base's norm (the paper's table of task
 # vector norms); another pre-training run lies at about 1.4 times the norm.
@@ -76,58 +77,47 @@ class Combination(ABC):
         return len(self.tasks) / self.num_bases
 
     @property
-    def addition(self) -> Tensor:
-        """The direction of lambda times `scale`, [N] float64: the sum of the bases.
+    def directions(self) -> Mapping[str, Tensor]:
+        """The directions that `lambda` (times `scale`) and `alpha` scale, each [N] float64.
 
         Methods that merge complete matrices use the mean of the bases for all other tensors, as
         their papers do, for any scale.
         """
-        total = self.weighted_encoder.sum(1)
-        if self.settings.method in MATRIX_METHODS:
-            total /= self.num_bases * self.scale
-        return total
-
-    @property
-    def forgetting(self) -> Tensor:
-        """The sum of the reconstructed task vectors to forget, [N] float64."""
-        columns = [list(self.tasks).index(name) for name in self.settings.forget]
-        return self.weighted_reconstruction[:, columns].sum(1)
+        method, encoder = METHODS[self.settings.method], self.weighted_encoder
+        if method.merges != "sums":
+            return {"lambda": encoder.sum(1) / (self.num_bases * self.scale)}
+        offered = {"reconstruction": self.weighted_reconstruction, "tasks": self.tasks}
+        found: Mapping[str, Tensor] = method(self.settings, encoder, **offered)
+        return found
 
     @property
     def trims(self) -> bool:
         """Whether merging needs a threshold of each basis."""
-        return self.settings.method == "basis_ties"
+        return METHODS[self.settings.method].merges == "entries"
 
-    def step(
-        self,
-        values: Tunables,
-        alone: bool = False,
-        add_base: bool = True,
-    ) -> Step:
+    def step(self, values: Tunables, alone: bool = False, add_base: bool = True) -> Step:
         """The merge of one tensor.
 
         Args:
-            alone: only the direction that a tuned coefficient scales, without theta_0: `addition`,
-                TrimElectMerge(B_1 ... B_M), or with `forget` the task vectors to forget.
+            alone: only the direction that a tuned coefficient scales, without theta_0: `alpha`'s,
+                or without one `lambda`'s.
             add_base: false: the change of theta_0.
         """
         if self.trims:
-            thresholds = self.thresholds(values.density)
+            limits, method = self.thresholds(values.density).tolist(), METHODS[self.settings.method]
+            direction = partial(method, self.settings, thresholds=limits)
             scale = 1.0 if alone else values.lambda_ * self.scale
-            how = self.settings.merge_func
-            add_base = add_base and not alone
-            return TrimElectMerge(self.weighted_encoder, thresholds, how, scale, add_base)
+            return Entrywise(self.weighted_encoder, direction, scale, add_base and not alone)
         if alone:
-            direction = self.forgetting if self.settings.forget else self.addition
-            return Linear([[(1.0, direction)]], add_base=False)
+            *_, last = self.directions.values()
+            return Linear([[(1.0, last)]], add_base=False)
         return Linear([self.terms(values.lambda_, values.alpha)], add_base)
 
     def terms(self, lambda_: float, alpha: float = 0.0) -> list[Term]:
-        """lambda * sum_m B_m - alpha * sum_{j in forget} tau_hat_j, in the order of addition."""
-        terms = [(lambda_ * self.scale, self.addition)]
-        if self.settings.forget:
-            terms.append((-alpha, self.forgetting))
-        return [term for term in terms if term[0] != 0]
+        """The directions with their coefficients, in the order of addition."""
+        scales = {"lambda": lambda_ * self.scale, "alpha": -alpha}
+        every = [(scales[key], direction) for key, direction in self.directions.items()]
+        return [term for term in every if term[0] != 0]
 
     def thresholds(self, density: float) -> Tensor:
         """The threshold of each basis for this density, [M] float32."""

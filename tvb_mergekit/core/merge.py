@@ -1,4 +1,4 @@
-"""The steps from theta_0 and a chunk of task vectors to outputs: linear ones, and TIES over bases.
+"""The steps from theta_0 and a chunk of task vectors to outputs.
 
 Steps compute in float32, and the caller casts once to the output dtype.
 
@@ -13,10 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import hardshrink
 
 from tvb_mergekit.errors import UserError
 
@@ -70,18 +68,16 @@ class Linear:
 
 
 @dataclass(frozen=True, eq=False)
-class TrimElectMerge:
-    """theta_0 (or 0) + scale * TrimElectMerge(B_1 ... B_M) (Yadav et al., NeurIPS 2023).
+class Entrywise:
+    """theta_0 (or 0) + scale * the direction of the bases [M, n], entry by entry.
 
     Attributes:
         encoder: [T, M], B = T @ encoder.
-        thresholds: of each basis, [M] float32.
-        merge_func: `sum`, `mean` or `max`.
+        direction: overwrites the bases.
     """
 
     encoder: Tensor
-    thresholds: Tensor
-    merge_func: str
+    direction: Callable[[Tensor], Tensor]
     scale: float
     add_base: bool = True
     count = 1
@@ -91,19 +87,17 @@ class TrimElectMerge:
         return self.encoder.shape[1] + 8
 
     def on(self, device: torch.device) -> Compute:
-        weights, limits = self.encoder.T.to(device, torch.float32), self.thresholds.tolist()
+        weights = self.encoder.T.to(device, torch.float32)
 
         def compute(base32: Tensor, tau: Tensor) -> Tensor:
-            trimmed = trim(weights @ tau, limits)
-            sign = trimmed.sum(0).sign_()
-            merged = merge_agreeing(trimmed, sign, self.merge_func).mul_(self.scale)
+            merged = self.direction(weights @ tau).mul_(self.scale)
             return (merged.add_(base32) if self.add_base else merged)[None]
 
         return compute
 
 
 class Step(Protocol):
-    """The merge of one tensor: `Linear`, `TrimElectMerge`, or a step of `learned`."""
+    """The merge of one tensor: `Linear`, `Entrywise`, or a step of `learned`."""
 
     @property
     def count(self) -> int:
@@ -118,29 +112,6 @@ class Step(Protocol):
 
     def __hash__(self) -> int:
         """By identity."""
-
-
-def trim(bases: Tensor, thresholds: Sequence[float]) -> Tensor:
-    """Set the entries of `bases` [M, n] below their basis's threshold to 0, in place."""
-    for row, threshold in zip(bases, thresholds, strict=True):
-        # hardshrink drops |x| <= its limit, Trim |x| < the threshold: the float32 just below.
-        limit = max(0.0, float(np.nextafter(np.float32(threshold), np.float32(-1))))
-        row.copy_(hardshrink(row, limit))
-    return bases
-
-
-def merge_agreeing(trimmed: Tensor, sign: Tensor, merge_func: str) -> Tensor:
-    """The `sum`, `mean` or `max` [n] of the entries [M, n] of the elected `sign` [n], signed.
-
-    Overwrites `trimmed`.
-    """
-    agreeing = trimmed.mul_(sign).clamp_(min=0)  # magnitudes; 0 for the other sign
-    if merge_func == "max":
-        return agreeing.amax(0).mul_(sign)
-    total = agreeing.sum(0)
-    if merge_func == "mean":
-        total /= agreeing.sign_().sum(0).clamp_(min=1)
-    return total.mul_(sign)
 
 
 def check_output(name: str, merged: Tensor, dtype: torch.dtype) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.encoders import Encoding, Gram, balanced, encode
-from tvb_mergekit.settings import Settings
+from tvb_mergekit.core.settings import Settings
 
 COMPRESSIONS = ("ae", "balanced")
 
@@ -111,9 +111,10 @@ def _compress(
 ) -> Encoding:
     """Compress bases with this Gram matrix to `count`."""
     if how != "balanced":
-        return encode(gram, settings.model_copy(update={"num_bases": count}))
+        return encode(gram, settings.but(num_bases=count))
     assert weights is not None
-    return balanced(Gram.of(gram), count, weights.numpy())
+    encoding: Encoding = balanced(Gram.of(gram), count, weights.numpy())
+    return encoding
 
 
 def _with_task(coefficients: Tensor) -> Tensor:

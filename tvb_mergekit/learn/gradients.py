@@ -266,7 +266,8 @@ class CoefficientMethod(GradientMethod):
         lambdas = torch.tensor([sum(some) / len(some) for some in found], dtype=torch.float64)
         addition = torch.ones(columns, dtype=torch.float64)
         if plan.recipe.store is not None:  # its bases may stand for several tasks
-            addition = basis.addition[:columns] / torch.tensor(plan.recipe.weights).double()
+            addition = basis.directions["lambda"][:columns]
+            addition = addition / torch.tensor(plan.recipe.weights).double()
         return basis.scale * torch.outer(lambdas, addition)
 
     def learn(self) -> None:

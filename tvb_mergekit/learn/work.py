@@ -18,13 +18,13 @@ from torch import Tensor
 
 from tvb_mergekit import __version__
 from tvb_mergekit.core.gram import NO_TENSOR
+from tvb_mergekit.core.settings import MATRIX_METHODS
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.learn.data import DataFile, Example, encode, open_tokenizer, read_data
 from tvb_mergekit.learn.models import Mixture, TaskModels, limits
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.settings import MATRIX_METHODS
 from tvb_mergekit.store import routing
 from tvb_mergekit.store.facts import FOLDER, record_of
 from tvb_mergekit.tensors.checkpoint import FACTS_VERSION

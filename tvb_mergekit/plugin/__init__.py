@@ -20,7 +20,7 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from tvb_mergekit.settings import METHODS
+from tvb_mergekit.core.settings import METHODS
 
 LOG = logging.getLogger(__name__)
 TESTED = "0.1.5"  # the version of mergekit that has the names below

@@ -14,9 +14,9 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from pydantic import BaseModel
 
+from tvb_mergekit.core.settings import ALL_KEYS, METHODS, VARYING_KEYS, hint, unknown_key
 from tvb_mergekit.errors import UserError, one_line, refusing
 from tvb_mergekit.plugin.recipe import Recipe, read_recipe
-from tvb_mergekit.settings import ALL_KEYS, METHODS, VARYING_KEYS, hint, unknown_key
 from tvb_mergekit.store.recipes import located
 
 
@@ -169,7 +169,7 @@ class Document:
         """Use the task vectors themselves, unless the recipe has a key of bases."""
         settings = self.recipe.settings
         if not settings.names_a_basis:
-            whole = settings.model_copy(update={"basis": "none"})
+            whole = settings.but(basis="none")
             self.recipe = replace(self.recipe, settings=whole)
 
 
@@ -179,7 +179,7 @@ def read_document(path: str | os.PathLike[str]) -> Document:
     document = file.single()
     method = document.get("merge_method")
     if method not in METHODS:
-        raise unknown_method(str(path), method, METHODS)
+        raise unknown_method(str(path), method, list(METHODS))
     return from_mapping(document, file.for_mergekit([document]))
 
 

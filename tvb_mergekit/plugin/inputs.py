@@ -13,12 +13,12 @@ from mergekit.options import MergeOptions
 from tvb_mergekit import hub
 from tvb_mergekit.core.gram import NO_TENSOR
 from tvb_mergekit.core.lora import factor_gram
+from tvb_mergekit.core.settings import VARYING_KEYS
 from tvb_mergekit.errors import UserError, refusing
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.planner import check_adapter_place, check_model_place, plan_only
 from tvb_mergekit.plugin.recipe import identity_of, refuse_bases
-from tvb_mergekit.settings import VARYING_KEYS
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import FUSE_INSTEAD, Adapter, NotPlainLora, check_embeddings
 from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN, Checkpoint

@@ -12,10 +12,10 @@ from mergekit.common import ModelReference, dtype_from_name
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Tunables
+from tvb_mergekit.core.settings import VARYING_KEYS
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.sources import Candidate, Changed
-from tvb_mergekit.settings import VARYING_KEYS
 from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint
 from tvb_mergekit.tensors.stream import Item, Part, whole_parts
 from tvb_mergekit.tensors.taskset import check_share, why_left_out

@@ -15,15 +15,14 @@ from mergekit.merge_methods.base import (
     ParameterSpec,
 )
 
-from tvb_mergekit.errors import MergeRefused
-from tvb_mergekit.settings import (
+from tvb_mergekit.core.settings import (
     GLOBAL_KEYS,
     METHODS,
     MODEL_KEYS,
-    TITLES,
     VARYING_KEYS,
     check_value,
 )
+from tvb_mergekit.errors import MergeRefused
 
 PAPER_URL = "https://openreview.net/forum?id=zkc7u3mIaE"
 
@@ -50,7 +49,7 @@ class BasisMethod(MergeMethod):
                 Parameter(key.name, Any, scope, default, key.help) for key, scope, default in rows
             ),
             contract=InputContract(base=BasePolicy.REQUIRED, min_inputs=2, min_non_base=1),
-            pretty_name=TITLES[name],
+            pretty_name=METHODS[name].title,
             reference_url=PAPER_URL,
             optional_tensor_policy=OptionalTensorPolicy.BASE_OR_SKIP,
         )

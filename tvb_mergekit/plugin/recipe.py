@@ -14,8 +14,7 @@ from typing import Any
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 
-from tvb_mergekit.errors import UserError
-from tvb_mergekit.settings import (
+from tvb_mergekit.core.settings import (
     GLOBAL_KEYS,
     MODEL_KEYS,
     VARYING_KEYS,
@@ -26,6 +25,7 @@ from tvb_mergekit.settings import (
     shown,
     unknown_key,
 )
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.store import store
 from tvb_mergekit.store.facts import FACTS
 from tvb_mergekit.store.forms import before_coding

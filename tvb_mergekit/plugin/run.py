@@ -26,6 +26,7 @@ from mergekit.common import parse_kmb
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
+from tvb_mergekit.core.settings import METHODS
 from tvb_mergekit.errors import UserError, check_names, one_line, refusing, unwinding
 from tvb_mergekit.plugin import replaced
 from tvb_mergekit.plugin.document import Document, RecipeFile, check_unknown_keys, parse
@@ -33,7 +34,6 @@ from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.planner import input_folders, planned
 from tvb_mergekit.plugin.recipe import Recipe, read_recipe, refuse_bases
 from tvb_mergekit.progress import logging_above_bars
-from tvb_mergekit.settings import METHODS
 from tvb_mergekit.store import report
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.output import (

@@ -12,8 +12,8 @@ import torch
 
 from tvb_mergekit.core import online
 from tvb_mergekit.core.encoders import Gram
+from tvb_mergekit.core.settings import VARYING_KEYS
 from tvb_mergekit.errors import UserError, counted
-from tvb_mergekit.settings import VARYING_KEYS
 from tvb_mergekit.store import addition
 from tvb_mergekit.store.addition import Growth
 from tvb_mergekit.store.facts import Compression, FileRecord, StoreFacts, StoreRecord
@@ -161,7 +161,7 @@ class _Addition:
         self.how = _compression(bases, inputs, growth)
         self.budget = _budget(bases, growth)
         settings = bases.settings if bases.vectors else inputs.settings
-        self.settings = settings.model_copy(update={"basis": self.how})
+        self.settings = settings.but(basis=self.how)
         items = addition.given_items(bases, inputs) if bases.vectors else inputs.items
         items = [replace(item, out=self.dtype) for item in items]
         self.items = addition.with_vectors(bases.vectors, items)

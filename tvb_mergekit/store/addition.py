@@ -19,8 +19,8 @@ from torch import Tensor
 from tvb_mergekit.core.basis import UNRELATED_RATIO, unlike
 from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.gram import GramSums
+from tvb_mergekit.core.settings import check_tasks
 from tvb_mergekit.errors import UserError, counted
-from tvb_mergekit.settings import check_tasks
 from tvb_mergekit.store import forms
 from tvb_mergekit.store.export import write_originals
 from tvb_mergekit.store.facts import FileRecord
@@ -180,8 +180,8 @@ def join(
     newest = bases.vectors[-1]
     assert isinstance(newest, Lossless)
     share = newest.sample.share
-    standing = {"basis": "none", "seed": bases.settings.seed}
-    kept = replace(inputs, settings=inputs.settings.model_copy(update=standing), items=items)
+    standing = inputs.settings.but(basis="none", seed=bases.settings.seed)
+    kept = replace(inputs, settings=standing, items=items)
     check_kept(kept, share)
     coding = keeping_of(kept, share)
     told = "without loss" if share == 1 else f"with {100 * share:.3g} % of its entries"

@@ -19,8 +19,14 @@ from torch import Tensor, nn
 
 from tvb_mergekit import hub
 from tvb_mergekit.core.basis import Combination, StoredBases, Tunables
+from tvb_mergekit.core.settings import (
+    VARYING_KEYS,
+    check_tasks,
+    check_value,
+    resolve_settings,
+    shown,
+)
 from tvb_mergekit.errors import UserError, check_names, listed
-from tvb_mergekit.settings import VARYING_KEYS, check_tasks, check_value, resolve_settings, shown
 from tvb_mergekit.store import export as exporting
 from tvb_mergekit.store import store
 from tvb_mergekit.store.add import add_in_memory, add_to_store
@@ -110,7 +116,7 @@ def build(
     told: list[str] = []
     share, dtype = kept_share(lossless, keep, dtype), dtype or torch.float32
     if share and not inputs.settings.names_a_basis:
-        inputs.settings = inputs.settings.model_copy(update={"basis": "none"})
+        inputs.settings = inputs.settings.but(basis="none")
     if out is not None:
         built = build_store(inputs, out, engine, dtype=dtype, keep=share, warn=told.append)
     elif share:

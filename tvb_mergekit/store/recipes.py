@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from tvb_mergekit.core.encoders import EVEN
-from tvb_mergekit.settings import GLOBAL_KEYS, MATRIX_METHODS, VARYING_KEYS, Method
+from tvb_mergekit.core.settings import GLOBAL_KEYS, MATRIX_METHODS, VARYING_KEYS
 from tvb_mergekit.store.facts import StoreFacts
 from tvb_mergekit.store.forms import slugs
 from tvb_mergekit.store.store import base_of, is_store, read_store_facts
@@ -28,7 +28,7 @@ _HEAD = """\
 # Paths that begin with ../ are relative to this folder: change them in the copy.
 """
 # Recipes for all tasks: name -> method, and a sentence for the recipe's header
-ALL_TASKS: dict[str, tuple[Method, str]] = {
+ALL_TASKS: dict[str, tuple[str, str]] = {
     "add": ("basis_ta", "One model that does all tasks: theta_0 + lambda * (B_1 + ... + B_M)."),
     "ties": ("basis_ties", "One model that does all tasks: TIES over the bases."),
     "iso": ("basis_iso", "One model that does all tasks: Iso-C, the sum of the bases made even."),
@@ -113,7 +113,7 @@ def templates(facts: StoreFacts, store: str, base: str) -> dict[str, tuple[str, 
 
 
 def _recipe(
-    method: Method, facts: StoreFacts, store: str, base: str, forget: str | None = None
+    method: str, facts: StoreFacts, store: str, base: str, forget: str | None = None
 ) -> dict[str, Any]:
     parameters, vectors = _parameters(method, facts), facts.store.folders[: facts.num_bases]
     if forget is not None:
@@ -129,7 +129,7 @@ def _recipe(
     return {**recipe, "dtype": facts.dtype} if facts.dtype else recipe
 
 
-def _parameters(method: Method, facts: StoreFacts) -> dict[str, Any]:
+def _parameters(method: str, facts: StoreFacts) -> dict[str, Any]:
     """A method's parameters, from the recipe that the store was built by."""
     built, parameters = facts.parameters, dict[str, Any]()
     same = method == facts.method

@@ -20,8 +20,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, StoredBases
+from tvb_mergekit.core.settings import MERGING_KEYS, VARYING_KEYS
 from tvb_mergekit.errors import counted
-from tvb_mergekit.settings import MERGING_KEYS, VARYING_KEYS
 from tvb_mergekit.store.facts import (
     FACTS,
     FOLDER,

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from tvb_mergekit import hub
 from tvb_mergekit.atomic import check_interrupted, inode, next_to
+from tvb_mergekit.core.settings import GLOBAL_KEYS, MERGING_KEYS, Settings, hint, resolve_settings
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.settings import GLOBAL_KEYS, MERGING_KEYS, Settings, hint, resolve_settings
 from tvb_mergekit.store.facts import (
     EXACT,
     FACTS,
@@ -168,9 +168,8 @@ class Bases:
     @property
     def settings(self) -> Settings:
         """The settings that built it, those of its size aside."""
-        given = {k: v for k, v in self.facts.parameters.items() if k in Settings.model_fields}
-        given |= {"num_bases": self.num_bases, "forget": ()}
-        return Settings(**{"method": "basis_ta", **given})
+        given = {k: v for k, v in self.facts.parameters.items() if k in GLOBAL_KEYS}
+        return Settings("basis_ta", {**given, "num_bases": self.num_bases, "forget": ()})
 
     def merge_settings(
         self, method: str, given: Mapping[str, Any], tasks: Sequence[str] = ()

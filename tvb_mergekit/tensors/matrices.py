@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Combination
-from tvb_mergekit.core.encoders import sum_alone
+from tvb_mergekit.core.bill import matrix_bytes
 from tvb_mergekit.core.lora import Factors
-from tvb_mergekit.core.matrices import matrix_bytes, merge_matrix, rounding_noise
+from tvb_mergekit.core.matrices import rounding_noise
 from tvb_mergekit.core.merge import Linear
+from tvb_mergekit.core.settings import GLOBAL_KEYS, METHODS, Settings
 from tvb_mergekit.errors import UserError, counted, megabytes
 from tvb_mergekit.progress import silent
-from tvb_mergekit.settings import Settings
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import LEAST, combine_pass
@@ -41,9 +41,8 @@ FAR = 3  # a merge this many times as long as its bases together gets a warning
 def settings_over(base: Weights, settings: Settings) -> Settings:
     """The settings with the default of `transposed` for this base."""
     pattern = TRANSPOSED.get(base.model_type or "")
-    if settings.method != "basis_wudi" or settings.transposed is not None or pattern is None:
-        return settings
-    return settings.model_copy(update={"transposed": pattern})
+    used = settings.method in GLOBAL_KEYS["transposed"].methods
+    return settings.but(transposed=pattern) if used and not settings.transposed else settings
 
 
 class Largest(NamedTuple):
@@ -73,7 +72,7 @@ def largest_matrix(settings: Settings, items: Sequence[Item], bases: int) -> Lar
     Raises:
         UserError: `matrices` does not match the name of one.
     """
-    held = 1 if sum_alone(settings) else bases
+    held = 1 if settings.sum_alone else bases
     if settings.matrices is not None:
         if not any(settings.is_matrix(item.name, item.shape) for item in items):
             raise UserError(
@@ -110,7 +109,7 @@ def check_matrices(
         return
     LOG.info("%s", largest)
     if memory is not None and largest.nbytes + LEAST > memory:
-        fewer = "" if sum_alone(settings) else f" with {counted(bases, 'basis')}"
+        fewer = "" if settings.sum_alone else f" with {counted(bases, 'basis')}"
         raise UserError(
             f"{megabytes(memory)} of memory are too little for {settings.method}: tensor {largest}"
             f"{fewer}; raise --memory{fewer and ', or take fewer bases'}"
@@ -173,7 +172,7 @@ def merge_matrices(
 def merged_encoder(basis: Combination) -> Tensor:
     """From the inputs to the bases that the method merges, [N, M], or to their sum, [N, 1]."""
     encoder = basis.weighted_encoder
-    return encoder.sum(1, keepdim=True) if sum_alone(basis.settings) else encoder
+    return encoder.sum(1, keepdim=True) if basis.settings.sum_alone else encoder
 
 
 def _merged(settings: Settings, matrix: Item, encoder: Tensor, bases: Tensor) -> Tensor:
@@ -192,11 +191,17 @@ def _by_inputs(
     noise: Sequence[float] | None = None,
     shares: Sequence[float] | None = None,
 ) -> Tensor:
-    """`merge_matrix` of bases whose inputs are their columns, or their rows if `transposed`."""
-    sides = item.shape[-2], item.shape[-1]
-    if settings.is_transposed(item.name):
-        return merge_matrix(settings, bases.mT, noise, shares, sides[::-1]).T
-    return merge_matrix(settings, bases, noise, shares, sides)
+    """D of bases whose inputs are their columns, or their rows if `transposed`.
+
+    Args:
+        noise: the largest singular value that rounding to 16 bits makes in each B_m, [M].
+        shares: of the entries that each B_m has, if it is a random sample, [M].
+    """
+    # `rank` is that of the whole matrix: bases P B_m Q^T are merged as B_m, P and Q orthonormal
+    known = {"noise": noise, "shares": shares, "rank": min(item.shape[-2:])}
+    turned = settings.is_transposed(item.name)
+    merged: Tensor = METHODS[settings.method](settings, bases.mT if turned else bases, **known)
+    return merged.T if turned else merged
 
 
 def merged_factors(basis: Combination, item: Item, adapters: Sequence[Adapter]) -> Factors:

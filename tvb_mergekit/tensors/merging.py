@@ -12,10 +12,10 @@ from functools import partial
 
 from tvb_mergekit.core.basis import Basis, Combination, before_gram, build
 from tvb_mergekit.core.gram import NO_TENSOR, GramSums
+from tvb_mergekit.core.settings import MATRIX_METHODS
 from tvb_mergekit.core.trim import Histogram, table_bytes
 from tvb_mergekit.errors import UserError, listed, megabytes
 from tvb_mergekit.progress import silent
-from tvb_mergekit.settings import MATRIX_METHODS
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.matrices import count_matrices, merge_matrices

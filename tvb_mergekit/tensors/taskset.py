@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from tvb_mergekit.core.gram import NO_TENSOR, GramSums, shapes_differ
+from tvb_mergekit.core.settings import Settings
 from tvb_mergekit.errors import UserError, listed
-from tvb_mergekit.settings import Settings
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.source import StateDict, Weights
 from tvb_mergekit.tensors.stream import Item, Part

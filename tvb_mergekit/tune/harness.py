@@ -24,10 +24,10 @@ from typing import Any
 
 import tqdm
 
+from tvb_mergekit.core.settings import hint
 from tvb_mergekit.errors import UserError, listed, one_line
 from tvb_mergekit.learn.data import open_tokenizer
 from tvb_mergekit.score.benchmark import check_known
-from tvb_mergekit.settings import hint
 
 SEEDS = (0, 1234, 1234, 1234)  # lm-eval's: random, numpy, torch, few-shot
 BOOTSTRAP = 1000  # for metrics whose standard error has no formula

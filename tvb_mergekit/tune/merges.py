@@ -21,6 +21,7 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 
 from tvb_mergekit.core.basis import Tunables
+from tvb_mergekit.core.settings import METHODS, VARYING_KEYS
 from tvb_mergekit.errors import UserError, refusing
 from tvb_mergekit.plugin.document import from_mapping, parse, unknown_method
 from tvb_mergekit.plugin.inputs import Options
@@ -29,7 +30,6 @@ from tvb_mergekit.plugin.planner import input_folders, planned
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.run import merge
 from tvb_mergekit.progress import Progress, silent
-from tvb_mergekit.settings import METHODS, VARYING_KEYS
 from tvb_mergekit.store.recipes import times
 from tvb_mergekit.store.store import is_store
 from tvb_mergekit.tensors.checkpoint import weight_files
@@ -190,7 +190,7 @@ def read_tuned(path: str, options: Options, memory: int = MEMORY) -> TunedRecipe
     document, text = file.single(), file.text.removeprefix("\ufeff")
     method = document.get("merge_method")
     if method not in METHODS:
-        raise unknown_method(path, method, METHODS)
+        raise unknown_method(path, method, list(METHODS))
     found = from_mapping(document)
     key = "alpha" if method == "basis_negate" else "lambda"
     root = document.get("parameters") or {}

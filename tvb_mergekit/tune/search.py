@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from scipy.optimize import minimize_scalar
 
+from tvb_mergekit.core.settings import MATRIX_METHODS
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.settings import MATRIX_METHODS
 from tvb_mergekit.tune.harness import EvalTask, Scored
 
 DIGITS = 9  # of a score; the rest is rounding

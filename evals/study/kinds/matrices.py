@@ -25,7 +25,7 @@ from study.kinds.online import (
     order_of,
 )
 from study.run import Run, Weights, built, difference, norm, used
-from tvb_mergekit.settings import resolve_settings
+from tvb_mergekit.core.settings import resolve_settings
 
 LAMBDAS = tuple(float(f"{10 ** (i / 10):.2g}") for i in range(-14, 5))  # 0.04, 0.05 ... 2, 2.5
 

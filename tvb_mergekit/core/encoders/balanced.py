@@ -7,12 +7,19 @@ row sums the sum of the M bases is M/T times the sum of all T task vectors, exac
 from __future__ import annotations
 
 import numpy as np
+import scipy  # whose parts are imported when they are used
 
 from tvb_mergekit.core.encoders.linear import NULL, Array, Encoding, Gram, one_thread
-from tvb_mergekit.core.encoders.spread import spread
+from tvb_mergekit.core.registry import Level, basis
 from tvb_mergekit.errors import UserError
 
+REFINEMENTS = 40
+RANDOM_ROTATIONS = 3
+OVERSHOOT = 1.25
+CLEARLY = 1e-6
 
+
+@basis("balanced", title="ours, closed form: every task has the same total weight", known=Level.SUM)
 @one_thread()
 def balanced(gram: Gram, num_bases: int, weights: Array | None = None) -> Encoding:
     """The balanced encoder of least loss, in closed form.
@@ -48,3 +55,64 @@ def completion(gram: Gram, num_bases: int, weights: Array) -> tuple[Array, float
     _, scales, right = np.linalg.svd(root @ complement)
     loss = float(np.square(scales[num_bases - 1 :]).sum())
     return complement @ right.T[:, : num_bases - 1], loss
+
+
+def spread(centre: Array, directions: Array, num_columns: int) -> Array:
+    """W_e [T, M] = centre 1^T + eps V Q R: columns >= 0 that sum to 1 and average to the centre.
+
+    V [T, M-1] is an orthonormal basis of the directions' span, shifted along the centre so that
+    its columns sum to 0. R holds the vertices of a regular simplex. Every rotation Q gives the
+    same span; the search maximizes eps, the distance of the columns, within W_e >= 0.
+    V is continuous in the directions, and a rotation replaces only a clearly worse one. So the
+    last digits of a Gram matrix, which differ between processors, choose nothing.
+
+    Args:
+        centre: [T], strictly positive, sums to 1.
+        directions: [T, K] with K >= M - 1 columns of rank M - 1 modulo the centre.
+        num_columns: M.
+    """
+    count = num_columns - 1
+    if count == 0:
+        return centre[:, None].copy()
+    shifted = directions - np.outer(centre, directions.sum(axis=0))
+    left, _, right = np.linalg.svd(shifted, full_matrices=False)
+    frame = left @ right if shifted.shape[1] == count else left[:, :count]  # nearest to `shifted`
+    frame *= np.sign(frame[np.abs(frame).argmax(axis=0), np.arange(count)])
+    frame -= np.outer(centre, frame.sum(axis=0))  # rounding left small sums
+    vertices = scipy.linalg.helmert(num_columns) * np.sqrt(num_columns / count)  # [M-1, M]
+
+    best_step, best = 0.0, np.zeros((len(centre), num_columns))
+    for rotation in _rotations(frame, centre, vertices):
+        for _ in range(REFINEMENTS):
+            offsets = frame @ rotation @ vertices
+            step = 1.0 / np.max(-offsets / centre[:, None])
+            if step > best_step * (1 + CLEARLY):
+                best_step, best = step, offsets
+            # alternate: raise the entries to the limits of a larger step, rotate back
+            wanted = np.maximum(offsets, -centre[:, None] / (OVERSHOOT * step))
+            rotation = _polar(frame.T @ wanted @ vertices.T)
+    return np.maximum(centre[:, None] + best_step * best, 0.0)
+
+
+def _rotations(frame: Array, centre: Array, vertices: Array) -> list[Array]:
+    """Starts: the tasks that differ most as corners, the identity, seeded rotations."""
+    count = frame.shape[1]
+    if count == 1:
+        return [np.eye(1), -np.eye(1)]
+    corners = scipy.linalg.qr((frame / np.sqrt(centre)[:, None]).T, mode="r", pivoting=True)[1]
+    one_hot = np.zeros((len(centre), count + 1))
+    picked = corners[: count + 1]
+    one_hot[picked, np.arange(len(picked))] = 1.0
+    random = np.random.default_rng(0)
+    return [
+        _polar(frame.T @ one_hot @ vertices.T),
+        np.eye(count),
+        *(_polar(random.standard_normal((count, count))) for _ in range(RANDOM_ROTATIONS)),
+    ]
+
+
+def _polar(matrix: Array) -> Array:
+    """The orthogonal matrix nearest to `matrix`."""
+    left, _, right = np.linalg.svd(matrix)
+    nearest: Array = left @ right
+    return nearest

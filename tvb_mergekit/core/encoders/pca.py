@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from tvb_mergekit.core.encoders.linear import Array, Encoding, Gram
+from tvb_mergekit.core.registry import basis
 
 NULL = 1e-12  # of the task vectors' length
 
 
+@basis("pca", title="principal components and the mean", paper="section 3.1")
 def pca(gram: Gram, num_bases: int) -> Encoding:
     """W_e = J V_M and W_d = V_M^T, so that B = T J V_M = U_M S_M, and T_hat = B W_d + mu 1^T.
 

@@ -1,7 +1,7 @@
 """The keys of a recipe with their allowed values, and the settings that they resolve to.
 
-`Settings` declares the keys of the complete merge, and `GLOBAL_KEYS` lists them. Every mistake is
-a `UserError` of one line that names the key, the value found and the values expected.
+Keys that belong to a basis or a merge method are declared there. Every mistake is a `UserError` of
+one line that names the key, the value found and the values expected.
 """
 
 from __future__ import annotations
@@ -11,139 +11,103 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
+from tvb_mergekit.core import encoders, methods
+from tvb_mergekit.core.registry import LARGEST, Key, Level, Whole
 from tvb_mergekit.errors import UserError
 
-Method = Literal["basis_ta", "basis_ties", "basis_iso", "basis_tsvm", "basis_wudi", "basis_negate"]
-BasisName = Literal["ae", "balanced", "groups", "linear_ae", "pca", "rand_select", "none"]
-METHODS: tuple[Method, ...] = get_args(Method)
-MATRIX_METHODS: tuple[Method, ...] = ("basis_iso", "basis_tsvm", "basis_wudi")
-TITLES: dict[str, str] = {  # of the methods, in model cards
-    "basis_ta": "Task Arithmetic on Task Vector Bases",
-    "basis_ties": "TIES on Task Vector Bases",
-    "basis_iso": "Isotropic Merging on Task Vector Bases",
-    "basis_tsvm": "Singular Vectors (TSV-M) on Task Vector Bases",
-    "basis_wudi": "Interference-Free Merging (WUDI) on Task Vector Bases",
-    "basis_negate": "Task Negation on Task Vector Bases",
-}
+BASES, METHODS = encoders.BASES, methods.METHODS
+
 # Patterns of tensor names, in upper or lower case.
 OUTPUT_LAYER = r"lm_head|embed_out|^output\.weight|classifier|\bscore\b|\bhead\b"
 EMBEDDINGS = r"embed|\bwte\b|\bwpe\b|^shared\."
 EXPERTS = r"expert|moe"  # stacked to three dimensions
-LARGEST = 1e30  # coefficient; its products with weights fit in float32
 # An int within the floats, or else a finite float; both may be text.
-Whole = Annotated[int, Field(gt=-(10**300), lt=10**300)]
-NUMBER: TypeAdapter[int | float] = TypeAdapter(Whole | FiniteFloat)
+WHOLE = Annotated[int, Field(gt=-(10**300), lt=10**300)]
+NUMBER: TypeAdapter[int | float] = TypeAdapter(WHOLE | FiniteFloat)
+MATRIX_METHODS = tuple(name for name, each in METHODS.items() if each.merges == "matrices")
+LAMBDAS = {name: each.lambda_ for name, each in METHODS.items()}
+
+
+def _every_key() -> Iterator[tuple[str, Key]]:
+    """The keys of merges, each with the methods and the bases that use it."""
+    shared = {
+        "basis": Key("how the bases are built", str, "ae", choices=tuple(BASES)),
+        "seed": Whole("seed of everything random", default=0, high=2**64 - 1),
+        "exclude": Key("regular expression of tensors to leave alone", str, pattern=True),
+        "lambda_scale": Key("lambda, or lambda T/M", str, "bases", choices=("bases", "tasks")),
+        "lambda": Key("coefficient", low=-LARGEST, high=LARGEST, varying=True,
+                      default=0.4, method_defaults=LAMBDAS),
+    }  # fmt: skip
+    own = [each.keys for each in (*BASES.values(), *METHODS.values())]
+    for name, key in dict(chain(shared.items(), *(keys.items() for keys in own))).items():
+        methods, bases = (
+            tuple(n for n, each in kinds.items() if name in each.keys) or tuple(kinds)
+            for kinds in (METHODS, BASES)
+        )
+        yield name, replace(key, name=name, methods=methods, bases=bases)
+
+
+KEYS = dict(_every_key())
+GLOBAL_KEYS = {name: key for name, key in KEYS.items() if not key.varying}
+VARYING_KEYS = {name: key for name, key in KEYS.items() if key.varying}
+MODEL_KEYS = {
+    "task": Key("the task's name; by default the last part of the path", str, name="task"),
+    "weight": Key(
+        "scale of the vector", name="weight", default=1.0, low=-1e6, high=1e6, nonzero=True
+    ),
+}
+# Keys of the merge of bases. `exclude` is a key of both the merge and the bases.
+MERGING_KEYS = ("lambda_scale", *(k for k, x in GLOBAL_KEYS.items() if x.methods != (*METHODS,)))
+ALL_KEYS = KEYS | MODEL_KEYS
 
 
 @dataclass(frozen=True)
-class Key:
-    """The allowed values of one key, and the methods and bases that use the key."""
+class Settings:
+    """The resolved keys of the complete merge: each is an attribute, by default its default."""
 
-    help: str
-    name: str = ""
-    type: type[int] | type[float] | type[str] = float
-    default: Any = None
-    choices: tuple[str, ...] = ()
-    word: str = ""  # allowed in place of a number
-    low: float = -math.inf
-    high: float = math.inf
-    above: bool = False  # excludes low
-    nonzero: bool = False
-    methods: tuple[str, ...] = METHODS
-    bases: tuple[str, ...] = get_args(BasisName)
-    method_defaults: Mapping[str, Any] = field(default_factory=dict)
+    method: str
+    given: Mapping[str, Any] = field(default_factory=dict)
 
-    def default_for(self, method: str) -> Any:
-        return self.method_defaults.get(method, self.default)
+    def __getattr__(self, key: str) -> Any:
+        if key not in GLOBAL_KEYS:
+            raise AttributeError(f"no key {key}")
+        return self.given.get(key, GLOBAL_KEYS[key].default)
 
-    def allows(self, number: float) -> bool:
-        """Whether a finite number is of the type and in the range."""
-        low = self.low < number if self.above else self.low <= number
-        whole = self.type is float or number == int(number)
-        return low and number <= self.high and whole and not (self.nonzero and number == 0)
-
-    @property
-    def expected(self) -> str:
-        """The allowed values in words."""
-        if self.choices:
-            return f"one of {', '.join(self.choices)}"
-        if self.type is str:
-            return "text"
-        kind = self.word and f"{self.word} or "
-        kind += "a whole number" if self.type is int else "a number"
-        if self.nonzero:
-            kind += " other than 0"
-        if self.high < math.inf:
-            high = f"{self.high:g}" if self.type is float else self.high
-            return f"{kind} in {'(' if self.above else '['}{self.low:g}, {high}]"
-        return f"{kind} {'>' if self.above else '>='} {self.low:g}"
-
-
-Share = partial(Key, low=0, above=True, high=1)
-BASES: tuple[str, ...] = get_args(BasisName)
-SIZED = tuple(name for name in BASES if name != "none")
-Training = partial(Key, bases=("ae", "linear_ae"))
-Positive = partial(Training, low=0, above=True)
-Ties = partial(Key, methods=("basis_ties",))
-Negate = partial(Key, methods=("basis_negate",))
-Wudi = partial(Key, methods=("basis_wudi",), low=0, above=True)
-Matrix = partial(Key, methods=MATRIX_METHODS)
-
-
-class Settings(BaseModel):
-    """The resolved keys of the complete merge. `resolve_settings` checks and builds them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    method: Method
-    basis: Annotated[BasisName, Key("how the bases are built from the task vectors")] = "ae"
-    num_bases: Annotated[int | None, Key("the number of bases M", low=1, bases=SIZED)] = None
-    basis_ratio: Annotated[float, Share("M as a share of the tasks T", bases=SIZED)] = 0.5
-    temperature: Annotated[float, Positive("temperature of the softmax")] = 5.0
-    steps: Annotated[int, Training("training steps", low=1)] = 4000
-    learning_rate: Annotated[float, Positive("learning rate of Adam")] = 0.01
-    weight_decay: Annotated[float, Training("weight decay of Adam", low=0)] = 1e-6
-    anneal_every: Annotated[int, Training("steps between two coolings, 0 for none", low=0)] = 0
-    anneal_factor: Annotated[float, Positive("the temperature's factor per cooling")] = 0.9
-    seed: Annotated[int, Key("seed of everything random", low=0, high=2**64 - 1)] = 0
-    exclude: Annotated[str | None, Key("regular expression of tensors to leave alone")] = None
-    lambda_scale: Annotated[Literal["bases", "tasks"], Key("lambda, or lambda T/M")] = "bases"
-    merge_func: Annotated[Literal["sum", "mean", "max"], Ties("of entries of one sign")] = "sum"
-    common: Annotated[float, Share("share of the sum's directions", methods=("basis_iso",))] = 1.0
-    flow_time: Annotated[float | Literal["exact"], Wudi("end of the flow", word="exact")] = 300.0
-    matrices: Annotated[str | None, Matrix("regular expression of matrices; others: mean")] = None
-    transposed: Annotated[str | None, Key("inputs are rows", methods=("basis_wudi",))] = None
-    forget: Annotated[tuple[str, ...], Negate("task names to forget, comma-separated")] = ()
+    def but(self, **changes: Any) -> Settings:
+        """These settings with other values of some keys."""
+        return replace(self, given={**self.given, **changes})
 
     @property
     def names_a_basis(self) -> bool:
         """Whether the recipe has keys about bases."""
-        said = self.model_fields_set.intersection(GLOBAL_KEYS)
-        sizes = {"basis", "num_bases", "basis_ratio"}
-        return any(name in sizes or "none" not in GLOBAL_KEYS[name].bases for name in said)
+        return any(key == "basis" or "none" not in GLOBAL_KEYS[key].bases for key in self.given)
 
     def in_force(self) -> dict[str, Any]:
         """The keys of this method and basis, as plain JSON values."""
-        values = self.model_dump(mode="json")
-        left_out = "basis_ratio" if self.num_bases else ""
-        return {
-            name: values[name]
+        found = {
+            name: getattr(self, name)
             for name, key in GLOBAL_KEYS.items()
-            if name != left_out and self.method in key.methods and self.basis in key.bases
+            if self.method in key.methods and self.basis in key.bases
+            if name != "basis_ratio" or self.num_bases is None
         }
+        return {name: [*v] if isinstance(v, tuple) else v for name, v in found.items()}
 
     def bases_of(self, tasks: int) -> int:
         """M for this many tasks."""
         if self.basis == "none":
             return tasks
-        return self.num_bases or max(1, math.floor(self.basis_ratio * tasks + 0.5))
+        return int(self.num_bases or max(1, math.floor(self.basis_ratio * tasks + 0.5)))
+
+    @property
+    def sum_alone(self) -> bool:
+        """Whether the method needs the sum of the bases only."""
+        return METHODS[self.method].needs(self) is Level.SUM
 
     def is_matrix(self, name: str, shape: Sequence[int]) -> bool:
         """Whether the method merges this tensor as one matrix, or as several (three dimensions).
@@ -164,33 +128,6 @@ class Settings(BaseModel):
 
     def excludes(self, tensor_name: str) -> bool:
         return self.exclude is not None and re.search(self.exclude, tensor_name) is not None
-
-
-def _declared_keys() -> Iterator[Key]:
-    for name, declared in Settings.model_fields.items():
-        for key in declared.metadata:
-            kinds = get_args(declared.annotation) or (declared.annotation,)
-            choices = kinds if isinstance(kinds[0], str) else ()
-            kind = kinds[0] if kinds[0] in (int, float) else str
-            yield replace(key, name=name, type=kind, default=declared.default, choices=choices)
-
-
-GLOBAL_KEYS = {key.name: key for key in _declared_keys()}
-LAMBDAS = {"basis_negate": 0.0} | dict.fromkeys(MATRIX_METHODS, 1.0)
-VARYING_KEYS = {
-    "lambda": Key(
-        "coefficient", "lambda", default=0.4, low=-LARGEST, high=LARGEST, method_defaults=LAMBDAS
-    ),
-    "alpha": Negate("strength of forgetting", "alpha", low=0, high=LARGEST),
-    "density": Share("share of a basis to keep", "density", default=0.2, methods=("basis_ties",)),
-}
-MODEL_KEYS = {
-    "task": Key("the task's name; by default the last part of the path", "task", str),
-    "weight": Key("scale of the vector", "weight", default=1.0, low=-1e6, high=1e6, nonzero=True),
-}
-# Keys of the merge of bases. `exclude` is a key of both the merge and the bases.
-MERGING_KEYS = ("lambda_scale", *(k for k, key in GLOBAL_KEYS.items() if key.methods != METHODS))
-ALL_KEYS = GLOBAL_KEYS | VARYING_KEYS | MODEL_KEYS
 
 
 def hint(word: object, known: Collection[str]) -> str:
@@ -239,7 +176,7 @@ def _text(spec: Key, value: object, wrong: str) -> str:
         raise UserError(wrong + hint(value, spec.choices))
     if not value.strip():
         raise UserError(f"`{spec.name}` is empty: leave the key out, or give it {spec.expected}")
-    if spec.name in ("exclude", "matrices", "transposed"):
+    if spec.pattern:
         try:
             re.compile(value)
         except (re.error, RecursionError, OverflowError) as error:
@@ -272,29 +209,28 @@ def resolve_settings(method: str, given: Mapping[str, object], tasks: Sequence[s
     values: dict[str, Any] = {}
     for key, value in given.items():
         _check_place(method, key)
-        if key in VARYING_KEYS:
+        if KEYS[key].varying:
             for leaf in _leaves(value):
                 check_value(key, leaf)
         else:
             values[key] = check_value(key, value)
-    _check_combination(values)
-    _check_size(values, len(tasks))
-    if method == "basis_negate":
-        if "forget" not in given or "alpha" not in given:
-            raise UserError("basis_negate needs `forget: task` and `alpha: number` as parameters")
+    _check_combination(values, len(tasks))
+    if missing := [n for n, key in KEYS.items() if key.required and method in key.methods
+                   and n not in given]:  # fmt: skip
+        raise UserError(f"{method} needs `{'` and `'.join(missing)}` as parameters")
+    if "forget" in values:
         values["forget"] = _forgotten(values["forget"], tasks)
-    return Settings(method=method, **values)
+    return Settings(method, values)
 
 
 def _check_place(method: str, key: str) -> None:
-    known = GLOBAL_KEYS | VARYING_KEYS
     if key in MODEL_KEYS:
         raise UserError(f"`{key}` belongs under the parameters of one model, not of the merge")
-    if key not in known:
-        here = [name for name, spec in known.items() if method in spec.methods]
+    if key not in KEYS:
+        here = [name for name, spec in KEYS.items() if method in spec.methods]
         raise unknown_key(key, here, "parameters")
-    if method not in known[key].methods:
-        owner = ", ".join(known[key].methods)
+    if method not in KEYS[key].methods:
+        owner = ", ".join(KEYS[key].methods)
         raise UserError(f"`{key}` belongs to {owner}, not to {method}: leave it out")
 
 
@@ -308,18 +244,13 @@ def _leaves(value: object) -> Iterator[object]:
         yield value
 
 
-def _check_combination(values: Mapping[str, Any]) -> None:
-    basis = values.get("basis", GLOBAL_KEYS["basis"].default)
+def _check_combination(values: Mapping[str, Any], num_tasks: int) -> None:
+    basis, count = values.get("basis", GLOBAL_KEYS["basis"].default), values.get("num_bases")
     for key in values:
         if basis not in (owners := GLOBAL_KEYS[key].bases):
             raise UserError(f"`{key}` belongs to basis {' or '.join(owners)}, not to {basis}")
     if "anneal_factor" in values and not values.get("anneal_every"):
         raise UserError("`anneal_factor` needs `anneal_every`, the steps between coolings")
-
-
-def _check_size(values: Mapping[str, Any], num_tasks: int) -> None:
-    """Refuse two size keys and more bases than tasks."""
-    count = values.get("num_bases")
     if count is not None and "basis_ratio" in values:
         raise UserError("`num_bases` and `basis_ratio` both set the number of bases: give one")
     if count is not None and count > num_tasks:

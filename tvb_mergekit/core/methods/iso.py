@@ -1,0 +1,72 @@
+"""Isotropic merging of matrices: Iso-C and Iso-CTS."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.core.matrices import NULL, Noise, Triples, blocks, polar, top_triples
+from tvb_mergekit.core.registry import Level, Share, merge_method
+
+
+def needed(settings: Any) -> Level:
+    """Iso-C sees the sum of the bases alone."""
+    return Level.SUM if settings.common == 1 else Level.BASES
+
+
+@merge_method(
+    "basis_iso",
+    title="Isotropic Merging on Task Vector Bases",
+    paper="Marczak et al., ICML 2025, arXiv 2502.04959",
+    merges="matrices",
+    keys={"common": Share("share of the sum's directions", default=1.0)},
+    needs=needed,
+)
+def isotropic(
+    bases: Tensor, *, common: float = 1.0, noise: Noise = None, rank: int | None = None
+) -> Tensor:
+    """D with one singular value for all its directions: those of the sum, or of each B_m as well.
+
+    `common` below 1 gives Iso-CTS. It joins the first triples of the sum with equally many of each
+    B_m minus its projection onto the sum's left space.
+
+    Args:
+        common: the sum's share of the r directions, 0 to 1. The B_m share the rest equally, rounded
+            as in the authors' code, but never more than r in all (their code may exceed r near M).
+    """
+    count, most = len(bases), min(bases.shape[1:])
+    rank, noise, total = rank or most, noise or [0.0] * count, bases.sum(0)
+    share = own_share(rank, count, common)
+    if not share:
+        # D = mean(S) U V^T for U S V^T = sum_m B_m, the mean over all r singular values
+        direction, sizes = polar(total, sum(noise))
+        return direction.mul_(sizes.sum() / rank)
+    top, share = min(rank - count * share, most), min(share, most)  # others are zeros
+    shared = top_triples(total, top, sum(noise))
+    floor, every = NULL * float(shared.sizes[:1].sum()), Triples.empty(bases, count * share + top)
+    every.put(count * share, shared)
+    for number, base in enumerate(bases):
+        # B_m - U U^T B_m, whose small singular values are compared with those of the sum
+        own = top_triples(outside(base, shared.left), share, max(floor, noise[number]))
+        every.put(number * share, own)
+    blur = shared.blur(sum(noise))
+    del shared  # nothing is held longer than it is needed
+    # D = mean(S) P_U P_V^T: the polar factors of all U and of all V, side by side
+    left, right = polar(every.left, blur)[0], polar(every.right, blur)[0]
+    return left.mul_(every.sizes.sum() / rank) @ right.T
+
+
+def own_share(rank: int, count: int, common: float) -> int:
+    """The directions of each B_m alone, in Iso-CTS."""
+    return min(round((rank - int(rank * common)) / count), rank // count)
+
+
+def outside(base: Tensor, left: Tensor) -> Tensor:
+    """B_m - U U^T B_m [m, n] float32, for U [m, k] float64 with orthonormal columns."""
+    found = torch.empty_like(base)
+    for part in blocks(base.shape[1]):
+        piece = base[:, part].double()
+        found[:, part] = piece.addmm_(left, left.T @ piece, alpha=-1)
+    return found

@@ -1,0 +1,30 @@
+"""Forgetting: reconstructed task vectors are subtracted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tvb_mergekit.core.registry import LARGEST, Key, Level, merge_method
+
+
+@merge_method(
+    "basis_negate",
+    title="Task Negation on Task Vector Bases",
+    paper="Ilharco et al., ICLR 2023, arXiv 2212.04089",
+    merges="sums",
+    keys={
+        "forget": Key("task names to forget, comma-separated", str, (), required=True),
+        "alpha": Key("strength of forgetting", low=0, high=LARGEST, varying=True, required=True),
+    },
+    needs=Level.RECONSTRUCTIONS,
+    lambda_=0.0,
+)
+def negation(
+    encoder: Tensor, *, reconstruction: Tensor, tasks: Sequence[str], forget: Sequence[str]
+) -> dict[str, Tensor]:
+    """theta_0 + lambda sum_m B_m - alpha sum_{j in forget} tau_hat_j (paper Eq. 3)."""
+    columns = [list(tasks).index(name) for name in forget]
+    # T_hat = T R (Eq. 10); alpha counts negative
+    return {"lambda": encoder.sum(1), "alpha": reconstruction[:, columns].sum(1)}

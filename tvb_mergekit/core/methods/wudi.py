@@ -1,0 +1,90 @@
+"""WUDI: a matrix near the sum of the bases that interferes little with each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tvb_mergekit.core.matrices import NULL, Noise
+from tvb_mergekit.core.registry import Key, Positive, merge_method
+
+ROUGH = 3e-3  # of t M^2 2^-24, up to which float32 is enough; `docs/mathematics.md` has the errors
+
+
+@merge_method(
+    "basis_wudi",
+    title="Interference-Free Merging (WUDI) on Task Vector Bases",
+    paper="Cheng et al., ICML 2025, arXiv 2503.08099; Wei et al., 2026, arXiv 2606.07289",
+    merges="matrices",
+    keys={
+        "flow_time": Positive("end of the flow", default=300.0, word="exact"),
+        "transposed": Key("matrices whose inputs are rows, by their names", str, pattern=True),
+    },
+)
+def interference_free(
+    bases: Tensor,
+    *,
+    flow_time: float | str,
+    noise: Noise = None,
+    shares: Sequence[float] | None = None,
+) -> Tensor:
+    """D on the way from S = sum_m B_m to the least sum_m ||(D - B_m) B_m^T||_F^2 / ||B_m||_F^2.
+
+    WUDI takes some hundred steps of Adam from S. SWUDI follows the gradient flow dD/dt = R - D A
+    for a time t, which has a closed form:
+
+        D(t) = S - (S A - R) g(A),  g(a) = (1 - exp(-t a)) / a  of each eigenvalue a of A,
+        A = sum_m w_m B_m^T B_m,  R = sum_m w_m B_m B_m^T B_m,  w_m = 1 / ||B_m||^2 (0 for B_m = 0).
+
+    Args:
+        flow_time: t, or "exact" for the D of least loss that is nearest to S.
+    """
+    count, rows, columns = bases.shape
+    shares, noise = shares or [1.0] * count, noise or [0.0] * count
+    dtype = flow_dtype(flow_time, count)
+    norms = torch.stack([torch.linalg.vector_norm(base, dtype=torch.float64) for base in bases])
+    norms *= norms.new_tensor(shares).sqrt()
+    norms[norms == 0] = 1
+    floor = math.hypot(*(each / norm for each, norm in zip(noise, norms.tolist(), strict=True)))
+    total = bases.sum(0)
+    if few := count * rows < columns and min(shares) == 1:
+        # With C [M m, n] of all B_m / ||B_m|| above each other and E [m, M m] of all
+        # B_m B_m^T / ||B_m|| side by side, D(t) = S - (S C^T - E) g(C C^T) C.
+        wide = norms.to(dtype)[:, None]
+        sides = bases.flatten(0, 1).to(dtype) / wide.repeat_interleave(rows, 0)  # C
+        normal = sides @ sides.T
+        others = wide * (1 - torch.eye(count).to(wide))
+        push = normal.view(count, rows, count, rows) * others[:, None, :, None]
+        push = push.sum(0).flatten(1)  # S C^T - E
+    else:
+        normal = total.new_zeros(columns, columns, dtype=dtype)  # A
+        push = total.new_zeros(rows, columns, dtype=dtype)  # S A - R
+        for norm, base, share in zip(norms, bases, shares, strict=True):
+            matrix = base.to(dtype, copy=True).div_(norm)
+            square = matrix.T @ matrix
+            # A sample Z of a share s of the entries of B, times 1 / s, has the expectation
+            # E[Z^T Z] = B^T B + (1 / s - 1) diag(B^T B), so s times its diagonal is that of B^T B.
+            square.diagonal().mul_(share)
+            normal.add_(square)
+            push.addmm_(matrix.copy_(total).sub_(base), square)
+            del matrix, square
+    values, vectors = torch.linalg.eigh(normal)
+    del normal
+    push = (push @ vectors).mul_(gains(values.clamp_(min=0), flow_time, floor)) @ vectors.T
+    return total.sub_((push @ sides if few else push).float())
+
+
+def gains(values: Tensor, time: float | str, floor: float) -> Tensor:
+    """g(a) of eigenvalues a [k] >= 0; 0 if sqrt(a) is null or up to `floor`: D keeps S there."""
+    end = math.inf if time == "exact" else float(time)
+    cut = max(floor**2, NULL**2 * float(values.sum()))
+    return torch.where(values > cut, -torch.expm1(-end * values) / values, 0)
+
+
+def flow_dtype(flow_time: float | str, count: int) -> torch.dtype:
+    """float32 if its errors are small: they grow with t and M^2."""
+    rough = flow_time == "exact" or float(flow_time) * count**2 * 2.0**-24 > ROUGH
+    return torch.float64 if rough else torch.float32

@@ -1,0 +1,167 @@
+"""The registries of bases and of merge methods. Each is a function that a decorator declares.
+
+A decorator names the keys of recipes that belong to the function alone. The keyword-only parameters
+of a function say what it is called with: keys of the settings, and what the caller offers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import partial
+from typing import Any, Literal
+
+LARGEST = 1e30  # coefficient; its products with weights fit in float32
+BASES: dict[str, BasisKind] = {}
+METHODS: dict[str, MergeMethod] = {}
+
+
+@dataclass(frozen=True)
+class Key:
+    """The allowed values of one key, and the methods and bases that use the key."""
+
+    help: str
+    type: type[int] | type[float] | type[str] = float
+    default: Any = None
+    choices: tuple[str, ...] = ()
+    word: str = ""  # allowed in place of a number
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False  # excludes low
+    nonzero: bool = False
+    pattern: bool = False  # a regular expression
+    varying: bool = False  # from tensor to tensor, by filters and gradients
+    required: bool = False
+    name: str = ""
+    methods: tuple[str, ...] = ()
+    bases: tuple[str, ...] = ()
+    method_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def default_for(self, method: str) -> Any:
+        return self.method_defaults.get(method, self.default)
+
+    def allows(self, number: float) -> bool:
+        """Whether a finite number is of the type and in the range."""
+        low = self.low < number if self.above else self.low <= number
+        whole = self.type is float or number == int(number)
+        return low and number <= self.high and whole and not (self.nonzero and number == 0)
+
+    @property
+    def expected(self) -> str:
+        """The allowed values in words."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        if self.type is str:
+            return "text"
+        kind = self.word and f"{self.word} or "
+        kind += "a whole number" if self.type is int else "a number"
+        if self.nonzero:
+            kind += " other than 0"
+        if self.high < math.inf:
+            high = f"{self.high:g}" if self.type is float else self.high
+            return f"{kind} in {'(' if self.above else '['}{self.low:g}, {high}]"
+        return f"{kind} {'>' if self.above else '>='} {self.low:g}"
+
+
+Whole = partial(Key, type=int, low=0)
+Positive = partial(Key, low=0, above=True)
+Share = partial(Positive, high=1)
+SIZES = {
+    "num_bases": Whole("the number of bases M", low=1),
+    "basis_ratio": Share("M as a share of the tasks T", default=0.5),
+}
+MATRICES = {"matrices": Key("matrices, by their names; others: mean", str, pattern=True)}
+
+
+class Level(IntEnum):
+    """What a merge needs of its bases, or what is known of them without G, in rising order."""
+
+    NONE = 0
+    SUM = 1  # of the bases; without G: every task has the weight M/T in the sum
+    BASES = 2
+    RECONSTRUCTIONS = 3
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A function in a registry."""
+
+    name: str
+    title: str
+    paper: str
+    keys: Mapping[str, Key]
+    function: Callable[..., Any]
+
+    def __call__(self, settings: Any, *given: Any, **offered: Any) -> Any:
+        """Call the function with its keyword-only parameters, if not offered of the settings."""
+        every = inspect.signature(self.function).parameters.values()
+        named = [each.name for each in every if each.kind is each.KEYWORD_ONLY]
+        known = {n: offered[n] if n in offered else getattr(settings, n) for n in named}
+        return self.function(*given, **known)
+
+
+@dataclass(frozen=True)
+class BasisKind(Declared):
+    """(Gram, M) -> `Encoding`. `known` is what does not depend on the Gram matrix."""
+
+    known: Level
+
+
+@dataclass(frozen=True)
+class MergeMethod(Declared):
+    """The direction or directions that coefficients scale.
+
+    `merges` says of what:
+    - "sums": (W_e [N, M]) -> coefficient -> the weights [N] of the vectors. Offered: the tasks, and
+      `reconstruction` [N, T].
+    - "entries": (bases [M, n]) -> [n]. Offered: `thresholds` [M], each basis's for `density`.
+    - "matrices": (bases [M, m, n]) -> [m, n], float32. Offered: `noise`, `shares`, `rank`, as
+      `tensors.matrices` explains. Other tensors get the mean of the bases.
+    """
+
+    merges: Literal["sums", "entries", "matrices"]
+    needs: Callable[[Any], Level]
+    lambda_: float
+
+
+def basis(
+    name: str,
+    *,
+    title: str,
+    paper: str = "",
+    keys: Mapping[str, Key] | None = None,
+    known: Level = Level.NONE,
+    sized: bool = True,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare a basis; one that is `sized` has the keys of M."""
+
+    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+        own = {**(SIZES if sized else {}), **(keys or {})}
+        BASES[name] = BasisKind(name, title, paper, own, function, known)
+        return function
+
+    return declare
+
+
+def merge_method(
+    name: str,
+    *,
+    title: str,
+    paper: str,
+    merges: Literal["sums", "entries", "matrices"],
+    keys: Mapping[str, Key] | None = None,
+    needs: Level | Callable[[Any], Level] = Level.BASES,
+    lambda_: float = 1.0,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare a merge method; `lambda_` is the default of `lambda`."""
+
+    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+        own = {**(MATRICES if merges == "matrices" else {}), **(keys or {})}
+        of = needs if callable(needs) else lambda settings: needs
+        METHODS[name] = MergeMethod(name, title, paper, own, function, merges, of, lambda_)
+        return function
+
+    return declare
