@@ -32,7 +32,7 @@ from tvb_mergekit.store import store
 
 TVB = Path(sys.executable).with_name("tvb")
 WEIGHTS = "model.safetensors"
-COMMANDS = "build inspect add undo remove export push merge check score learn tune".split()
+COMMANDS = "build inspect add undo remove export merge check score learn tune".split()
 
 
 def run(*words: object, code: int = 0) -> Result:
@@ -140,7 +140,6 @@ def stand_in_tasks(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once: what the help of a later command shows too runs there."""
     stand_in_tasks(here, monkeypatch)
-    monkeypatch.setattr("tvb_mergekit.hub.push", lambda *given: "an address")
     (here / "store").rename(here / "built")
     for recipe_of, keys in (("two", {"basis": "none"}), ("other", {"basis": "ae", "steps": 20})):
         made = recipe("basis_ta", Path("base"), [Path("math"), Path("code")], **keys)
@@ -161,7 +160,7 @@ def test_the_examples_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for folder in (*map(Path, made), *Path().glob("*.previous")):
             shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree("built vectors", "vectors")
-        if name in ("inspect", "add", "undo", "export", "push", "learn", "tune"):
+        if name in ("inspect", "add", "undo", "export", "learn", "tune"):
             shutil.copytree("built", "store")
         if name == "undo":
             run("add", "store", "new-model", "--task", "new", "--quiet")

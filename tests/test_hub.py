@@ -1,8 +1,7 @@
-"""Names on the Hub in place of folders, and uploads, against a local server that plays the Hub."""
+"""Names on the Hub in place of folders, against a local server that plays the Hub."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import shutil
@@ -11,20 +10,17 @@ from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from unittest import mock
 from urllib.parse import unquote, urlsplit
 
 import pytest
 import torch
-from commands import contents, recipe, refused, tvb, write
+from commands import contents, recipe, tvb, write
 from huggingface_hub import close_session, constants, hf_api
 from tiny import TASKS, family, load
 from transformers import AutoModelForCausalLM
 
-from tvb_mergekit import UserError, attach, remove
-from tvb_mergekit import load as load_store
+from tvb_mergekit import UserError, attach, build
 
-TOKEN = "hf_" + "x" * 34
 UNREAD = ("pytorch_model.bin", "notes.md")
 OTHER_COPY = "original/model.safetensors"  # which mergekit downloads, too
 Files = dict[str, bytes]
@@ -37,7 +33,6 @@ class HubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Answers)
         self.repositories: dict[str, dict[str, Files]] = {}
         self.sent: list[str] = []  # files that were downloaded
-        self.private: set[str] = set()
 
     @property
     def address(self) -> str:
@@ -76,9 +71,7 @@ class Answers(BaseHTTPRequestHandler):
         self.answer({"error": "not found"}, 404, X_Error_Code=kind)
 
     def allowed(self, name: str) -> bool:
-        given = self.headers.get("Authorization")
-        there = name in self.server.repositories
-        return there and (name not in self.server.private or given == f"Bearer {TOKEN}")
+        return name in self.server.repositories
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -119,37 +112,6 @@ class Answers(BaseHTTPRequestHandler):
         etag = f'"{hashlib.sha256(data).hexdigest()}"'
         return self.answer(data, ETag=etag, X_Repo_Commit=sha)
 
-    def do_POST(self) -> None:
-        text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.headers.get("Authorization") not in (f"Bearer {TOKEN}", None):
-            return self.answer({"error": "Invalid token"}, 401)
-        if self.path == "/api/repos/create":
-            asked = json.loads(text)
-            name = f"{asked['organization']}/{asked['name']}"
-            self.server.repositories.setdefault(name, {"main": {}})
-            private = asked.get("private") or asked.get("visibility") == "private"
-            self.server.private |= {name} if private else set()
-            return self.answer({"url": f"{self.server.address}/{name}", "name": name, "id": name})
-        if self.path == "/api/validate-yaml":
-            return self.answer({"errors": [], "warnings": []})
-        name = "/".join(self.path.strip("/").split("/")[2:4])
-        if "/preupload/" in self.path:
-            how = {"shouldIgnore": False, "uploadMode": "regular"}
-            made = [{"path": file["path"], **how} for file in json.loads(text)["files"]]
-            return self.answer({"files": made})
-        assert "/commit/" in self.path, self.path
-        files: Files = {}
-        deleted = []
-        for line in map(json.loads, text.splitlines()):
-            value = line["value"]
-            if line["key"] == "file":
-                files[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "deletedFile":
-                deleted.append(value["path"])
-        sha = self.server.commit(name, files, deleted)
-        url = f"{self.server.address}/{name}/commit/{sha}"
-        return self.answer({"success": True, "commitUrl": url, "commitOid": sha})
-
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[HubServer]:
@@ -176,144 +138,42 @@ def online(hub: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             patch.setattr(constants, name, value)
         patch.setattr(hf_api.api, "endpoint", hub.address)
         patch.setenv("NO_PROXY", "*")
-        patch.setenv("HF_TOKEN", TOKEN)
         yield home
     close_session()
 
 
 @pytest.fixture(scope="module")
-def pushed(
-    hub: HubServer, online: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
-    """A base on the Hub, and a private store of its models, which `tvb push` uploads."""
+def made(hub: HubServer, online: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A base on the Hub, its models, and a store of them."""
     folder = tmp_path_factory.mktemp("made")
     how: dict[str, Any] = {"dtypes": (torch.bfloat16,), "scale": 0.01, "max_shard_size": "30KB"}
-    base, models = family(folder, tasks=TASKS[:2], **how)
+    _, models = family(folder, tasks=TASKS[:2], **how)
     others = dict.fromkeys((*UNREAD, OTHER_COPY), b"not read")
     others["chat_template.jinja"] = b"{{ messages }}"
-    hub.commit("org/base", contents(base) | others)
-    bases: dict[str, dict[str, Any]] = {"store": {"basis": "none"}}
-    bases["bases"] = {"basis": "pca", "num_bases": 1}
-    for name, keys in bases.items():
-        plan = write(recipe("basis_ta", Path("org/base"), models, **keys), folder / name)
-        tvb("build", plan, folder / name, "--quiet")
-        sent = tvb("push", folder / name, f"me/{name}", "--private").output
-        assert f"Uploaded: {hub.address}/me/{name}/commit/" in sent
-    return {"base": base, "store": folder / "store", **dict(zip(TASKS, models, strict=False))}
+    hub.commit("org/base", contents(folder / "base") | others)
+    plan = write(recipe("basis_ta", Path("org/base"), models, basis="none"), folder / "store")
+    tvb("build", plan, folder / "store", "--quiet")
+    shutil.rmtree(folder / "base")
+    return {"store": folder / "store", **dict(zip(TASKS, models, strict=False))}
 
 
-def test_a_pushed_store_is_the_store_with_a_card(hub: HubServer, pushed: dict[str, Path]) -> None:
-    files = dict(hub.repositories["me/store"]["main"])
-    card = files.pop("README.md").decode()
-    assert card.startswith('---\nbase_model: "org/base"\ntags: [merge, tvb-mergekit]\n---\n')
-    assert "me/store: 2 tasks" in card and "math" in card and "me/store" in hub.private
-    assert files == contents(pushed["store"])
-
-
-def forget(hub: HubServer, cache: Path) -> None:
-    """Empty the cache, and the list of what was downloaded."""
-    shutil.rmtree(cache)
+def test_the_base_of_a_store_is_downloaded(
+    hub: HubServer, online: Path, made: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.rmtree(online)
     hub.sent.clear()
-
-
-NEEDED: dict[str, tuple[int, list[str], str]] = {
-    # command -> exit code, folders that are downloaded, and what is said
-    "export STORE OUT --task math --base BASE": (0, ["math"], "Written to"),
-    "export STORE OUT --task maht": (1, [], "did you mean `math`?"),
-    "inspect STORE": (0, ["math", "code"], "T = 2 task vectors"),
-    "inspect me/bases": (0, [], "T = 2 task vectors"),
-    "inspect org/base": (1, [], "the repository has no basis.json"),
-}
-
-
-@pytest.mark.parametrize("line", NEEDED)
-def test_only_what_a_command_needs_is_downloaded(
-    line: str, hub: HubServer, online: Path, pushed: dict[str, Path], tmp_path: Path
-) -> None:
-    code, folders, said = NEEDED[line]
-    places = {"STORE": "me/store", "BASE": pushed["base"], "OUT": tmp_path / "out"}
-    forget(hub, online)
-    assert said in tvb(*(places.get(word, word) for word in line.split()), code=code).output
-    assert {name.partition("/")[0] for name in hub.sent if "/" in name} == {*folders}
-    basis = {name for name in hub.sent if "/" not in name}
-    assert basis == ({"basis.json", "basis.safetensors"} if "repository" not in said else set())
-
-
-def test_commands_read_the_hub_and_only_what_they_need(
-    hub: HubServer,
-    online: Path,
-    pushed: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    forget(hub, online)
-    sha = hub.sha("me/store", "main")
-    hub.commit("me/store", {"basis.json": b"{}"})  # later: the revision counts
-    store, here, there = f"me/store@{sha}", tmp_path / "here", tmp_path / "there"
-    tvb("export", store, tmp_path / "math", "--task", "math")
-    files = {name for name in contents(pushed["base"]) if name.startswith("model")}
-    assert {"config.json", *files} <= set(hub.sent)
-    tvb("export", "me/bases", tmp_path / "basis", "--basis", 0)
-    assert (tmp_path / "basis" / "chat_template.jinja").is_file()
-    assert "T = 2 task vectors" in tvb("inspect", store).output
-    assert not {"README.md", *UNREAD} & set(hub.sent)
-    forget(hub, online)
+    store, one = made["store"], tmp_path / "math"
+    tvb("export", store, one, "--task", "math")
+    states = load(one), load(made["math"])
+    assert states[0].keys() == states[1].keys()
+    assert all(value.equal(states[1][name]) for name, value in states[0].items())
+    assert 'base_model: "org/base"' in (one / "README.md").read_text()
     live = attach(AutoModelForCausalLM.from_pretrained("org/base"), store)
-    live.use("math")
-    live.verify()
     assert live.tasks == [*TASKS[:2]]
-    assert not {"README.md", *UNREAD, OTHER_COPY} & set(hub.sent)
-    cached = load_store(store)
-    with pytest.raises(UserError, match="is in the Hugging Face cache: copy it"):
-        remove(str(cached.path), "math")
-
-    tvb("merge", pushed["store"], here, "--method", "add", "--quiet")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # mergekit asks for a base by name
-    monkeypatch.delenv("HF_TOKEN")
-    tvb("merge", store, there, "--method", "add", "--base", pushed["base"], "--quiet")
-    for one, other in ((tmp_path / "math", pushed["math"]), (here, there)):
-        states = load(one), load(other)
-        assert states[0].keys() == states[1].keys()
-        assert all(value.equal(states[1][name]) for name, value in states[0].items())
-    assert not {"README.md", *UNREAD} & set(hub.sent)
+    assert not {*UNREAD, OTHER_COPY} & set(hub.sent)
 
 
-def test_mistakes(
-    hub: HubServer, pushed: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = {
-        ("inspect", "me/nothing"): "me/nothing: no such folder",
-        ("inspect", "me/store@none"): "me/store@none: no such folder",
-        ("push", pushed["store"], "store"): "expected a repository of the Hub, USER/NAME",
-        ("push", tmp_path, "me/new"): "is not a basis store",
-        ("remove", tmp_path / "me/store", "--task", "math"): "no such folder",
-        ("undo", tmp_path / "me/store"): "no such folder",
-    }
-    for words, expected in said.items():
-        assert expected in refused(*words)
-    monkeypatch.setenv("HF_TOKEN", "wrong")
-    assert "Invalid" in refused("push", pushed["store"], "me/new")
-    assert "me/new" not in hub.repositories and not (tmp_path / "me").exists()
-    with mock.patch("huggingface_hub.snapshot_download", side_effect=KeyboardInterrupt):
-        done = tvb("export", "me/other", "out", "--task", "math", code=130)
-    assert done.stderr == "Interrupted.\n"
-
-
-def test_a_push_deletes_files_of_removed_tasks_and_no_others(
-    hub: HubServer, pushed: dict[str, Path], tmp_path: Path
-) -> None:
-    store = tmp_path / "store"
-    shutil.copytree(pushed["store"], store)
-    hub.commit("me/less", {"LICENSE": b"mine"})
-    for words in (["push", store, "me/less"], ["remove", store, "--task", "code"]):
-        tvb(*words)
-    mine = (store / ".env", store / ".git" / "config")
-    for file in mine:  # is not uploaded
-        file.parent.mkdir(exist_ok=True)
-        file.write_text("secret")
-    tvb("push", store, "me/less")
-    for file in mine:
-        file.unlink()
-    files = dict(hub.repositories["me/less"]["main"])
-    assert "1 task" in files.pop("README.md").decode() and files.pop("LICENSE") == b"mine"
-    assert files == contents(store)
+def test_a_model_that_is_not_on_the_hub(online: Path) -> None:
+    for name in ("org/nothing", "org/base@none"):
+        with pytest.raises(UserError, match=f"^{name}: no such folder .* nor to be had"):
+            build(name, {"a": name})

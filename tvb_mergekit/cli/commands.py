@@ -18,7 +18,7 @@ from tvb_mergekit.cli.learn import learn
 from tvb_mergekit.cli.merging import check, export, merge
 from tvb_mergekit.cli.options import Commands
 from tvb_mergekit.cli.score import score, tune
-from tvb_mergekit.cli.stores import add, build, inspect, push, remove, undo
+from tvb_mergekit.cli.stores import add, build, inspect, remove, undo
 
 
 @click.group(cls=Commands, context_settings={"show_default": True})
@@ -51,6 +51,6 @@ def main() -> None:
 
 
 for each in (
-    build, inspect, add, undo, remove, export, push, merge, check, score, learn, tune
+    build, inspect, add, undo, remove, export, merge, check, score, learn, tune
 ):  # fmt: skip
     main.add_command(each)

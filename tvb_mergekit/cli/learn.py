@@ -12,12 +12,12 @@ from click import argument, option
 from tvb_mergekit.cli.options import (
     ACCESS,
     COUNT,
+    PLACE,
     SEED,
     SHARE,
     Body,
     Commands,
     Range,
-    Readable,
     choice,
     command,
     device_of,
@@ -31,7 +31,7 @@ from tvb_mergekit.cli.options import (
 
 
 @click.group(cls=Commands, subcommand_metavar="METHOD [OPTIONS]", options_metavar="")
-@argument("recipe", metavar="RECIPE", type=Readable())
+@argument("recipe", metavar="RECIPE", type=PLACE)
 def learn(recipe: str) -> None:
     """Merge the models of RECIPE by examples of their tasks.
 

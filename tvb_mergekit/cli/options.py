@@ -17,7 +17,6 @@ import click
 from click.core import ParameterSource
 
 import tvb_mergekit_hook
-from tvb_mergekit import hub
 from tvb_mergekit.atomic import check_interrupted
 from tvb_mergekit.errors import UserError, check_names, refusing, unwinding
 from tvb_mergekit.progress import bars, logging_above_bars, phase
@@ -48,23 +47,6 @@ class Place(click.Path):
         return super().convert(value, param, ctx)
 
 
-class Readable(Place):
-    """A path, or the name of a store on the Hub, which is downloaded."""
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        if not os.path.exists(value) and hub.parsed(value) is not None:
-            from tvb_mergekit.store.store import fetch
-
-            try:
-                value = str(fetch(value))
-            except UserError as error:
-                self.fail(str(error), param, ctx)
-            except KeyboardInterrupt:  # for which click exits with 1
-                click.echo("Interrupted.", err=True)
-                ctx.exit(130)
-        return super().convert(value, param, ctx)
-
-
 class Range(click.FloatRange):
     """Numbers, not NaN or infinity."""
 
@@ -75,7 +57,7 @@ class Range(click.FloatRange):
         return found
 
 
-PLACE, RECIPE, RECIPE_OR_STORE = Place(), Place(exists=True, dir_okay=False), Readable(exists=True)
+PLACE, RECIPE, RECIPE_OR_STORE = Place(), Place(exists=True, dir_okay=False), Place(exists=True)
 POSITIVE, SHARE = Range(0, min_open=True), Range(0, 1, min_open=True)
 COUNT, SEED = click.IntRange(1), click.IntRange(0, 2**32 - 1)
 flag = functools.partial(click.option, is_flag=True)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 from click import argument, option
 
-from tvb_mergekit import hub
 from tvb_mergekit.cli.options import (
     DTYPES,
     MODELS,
@@ -129,7 +128,6 @@ def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
 def _inspection(path: str, values: dict[str, Any]) -> Inspection:
     from tvb_mergekit.store.facts import FOLDER, is_output, read_output
     from tvb_mergekit.store.inspection import Inspection
-    from tvb_mergekit.store.store import read_store_facts
 
     if os.path.isfile(path):
         document = read_recipe(path)
@@ -140,11 +138,8 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
             facts, tensors = inspect_inputs(open_models(document, values), engine)
             return Inspection(facts, tensors, built=False)
         path = document.recipe.store.place
-    place = Path(hub.local(path, hub.FACTS))
-    if is_output(place):
-        return Inspection(*read_output(place / FOLDER))
-    if place != Path(path) and read_store_facts(place).store.codec == "dense":
-        return Inspection(*read_output(place))  # without its vectors, which are on the Hub
+    if is_output(Path(path)):
+        return Inspection(*read_output(Path(path) / FOLDER))
     return Inspection.of(load_store(path))
 
 
@@ -264,29 +259,3 @@ def remove(store: str, task: str) -> None:
     from tvb_mergekit.store.addition import remove_task
 
     click.echo(store_line(remove_task(store, task)))
-
-
-@command()
-@argument("store", type=PLACE)
-@argument("name", metavar="USER/NAME[@REVISION]")
-@flag("--private", help="If the repository does not exist: make a private one.")
-def push(store: str, name: str, private: bool) -> None:
-    """Upload STORE with a model card to the repository USER/NAME of the Hugging Face Hub.
-
-    The token is that of `hf auth login`, or HF_TOKEN. basis.json names the models and the base as
-    the recipe did, with their paths. All commands that read a STORE also accept USER/NAME.
-
-    \b
-    Example: tvb push ./store user/store
-    """
-    from tvb_mergekit.cli.inspect import store_line
-    from tvb_mergekit.store.export import card_of
-    from tvb_mergekit.store.writer import own_files
-
-    if (place := hub.parsed(name)) is None:
-        raise UserError(f"{name}: expected a repository of the Hub, USER/NAME")
-    bases = load_store(store, checksums=True)
-    assert bases.path is not None
-    own = [name for name in own_files(bases.facts) if (bases.path / name).is_file()]
-    card = card_of(bases, f"{place[0]}: {counted(len(bases.tasks), 'task')}")
-    click.echo(f"{store_line(bases)}\nUploaded: {hub.push(bases.path, own, *place, card, private)}")

@@ -117,14 +117,9 @@ def open_base(text: str) -> tuple[Checkpoint, Path | None]:
     Raises:
         UserError: it is not there.
     """
-    if os.path.exists(text):
-        return Checkpoint.open(text), Path(text) if os.path.isdir(text) else None
-    if not hub.may_be_on_the_hub(text.partition("@")[0]):
+    if not os.path.exists(found := hub.local(text)):
         raise UserError(f"base {text}: no such folder (from {os.getcwd()}); name it with --base")
-    with refusing(planning=True):
-        checkpoint = _local(ModelReference.parse(text), Options())
-        hub.local(text, hub.BESIDE, hub.ELSE)  # into the same folder
-    return checkpoint, checkpoint.folder
+    return Checkpoint.open(found), Path(found) if os.path.isdir(found) else None
 
 
 def _local(model: ModelReference, options: Options) -> Checkpoint:

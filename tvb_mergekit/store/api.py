@@ -366,7 +366,7 @@ def open_model(model: Model) -> Weights:
                 "names and tensors"
             )
         return found
-    model = hub.local(model, hub.MODEL, hub.ELSE)
+    model = hub.local(model)
     if not os.path.exists(model):
         raise UserError(f"model {model}: no such folder or file (from {os.getcwd()})")
     if store.is_basis(model):

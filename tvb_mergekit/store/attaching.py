@@ -55,16 +55,14 @@ def attach(
     [[0.0, 0.0]]
     """
     check_types(attach, locals())
-    if not isinstance(store, Bases) and (
-        file := routers_in(hub.local(store, (*hub.FACTS, "basis/learned/*")))
-    ):
+    if not isinstance(store, Bases) and (file := routers_in(store)):
         if base is not None:
             raise UserError(f"{store} has routers of its own weights: leave out `base`")
         files = open_model(store)
         check_weights(live_tensors(model, files)[0], files)
         return routed_model(model, file)
     bases = store if isinstance(store, Bases) else stores.load(store)
-    place = hub.local(bases.base_name, hub.MODEL, hub.ELSE) if base is None else ""
+    place = hub.local(bases.base_name) if base is None else ""
     given: Model = place if base is None else base
     if base is None and not os.path.exists(place):
         raise UserError(

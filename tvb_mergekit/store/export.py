@@ -187,9 +187,9 @@ def _whole(sources: Sequence[Weights], column: Tensor) -> int | None:
 
 def card_of(bases: Bases, title: str) -> str:
     """A model card. Its metadata name the base, which the Hub must know."""
-    head, found = "tags: [merge, tvb-mergekit]\n", hub.parsed(bases.facts.base_model)
-    if found and not bases.facts.store.base_path and not os.path.exists(bases.facts.base_model):
-        head = f"base_model: {json.dumps(found[0])}\n{head}"
+    head, base = "tags: [merge, tvb-mergekit]\n", bases.facts.base_model.partition("@")[0]
+    if "/" in base and hub.may_be_on_the_hub(base) and not bases.facts.store.base_path:
+        head = f"base_model: {json.dumps(base)}\n{head}"
     return f"---\n{head}---\n# {title}\n\n{card_section(bases.facts, bases.tensors)}"
 
 

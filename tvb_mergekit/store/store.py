@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tvb_mergekit import hub
 from tvb_mergekit.atomic import check_interrupted, inode, next_to
 from tvb_mergekit.core.settings import GLOBAL_KEYS, MERGING_KEYS, Settings, hint, resolve_settings
 from tvb_mergekit.errors import UserError
@@ -227,28 +225,17 @@ class Bases:
             vector.base = base
 
 
-def fetch(path: str | os.PathLike[str], task: str = "") -> Path:
-    """The folder of a store. Of a store on the Hub, the files that `task` needs are downloaded."""
-    folder = Path(hub.local(path, hub.FACTS))
-    if folder == Path(path):
-        return folder
-    facts, (name, _, _) = read_store_facts(folder), os.fspath(path).partition("@")
-    files = map(glob.escape, facts.store.within(facts.folders_of(task)))
-    return Path(hub.local(f"{name}@{folder.name}", [*files]))  # of the same commit
-
-
 def load(path: str | os.PathLike[str], without: str = "", task: str = "") -> Bases:
     """Open a store. Vectors of the recorded size are trusted; `check` compares their checksums.
 
     Args:
-        path: a folder, or a name on the Hub: USER/NAME or USER/NAME@REVISION.
         without: the folder of a vector to leave out of the `vectors` and of all checks.
         task: the only task that is needed. Other task vectors are not there, and not read.
 
     Raises:
         UserError: no store, a newer format, or a file that is missing or damaged.
     """
-    folder = fetch(path, task)
+    folder = Path(path)
     for wait in (0.1, 0.5):
         opened = inode(folder)
         try:
@@ -289,7 +276,7 @@ def _load(folder: Path, without: str, task: str) -> Bases:
 
 def check(path: str | os.PathLike[str]) -> Bases:
     """Open a store as `load`, and compare the checksums of all its files."""
-    facts = read_store_facts(folder := fetch(path))
+    facts = read_store_facts(folder := Path(path))
     _check_files(folder, facts, facts.store.folders, checksums=True)
     return load(folder)
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import filelock
 
-from tvb_mergekit import hub
 from tvb_mergekit.atomic import MARK, check_interrupted, next_to
 from tvb_mergekit.errors import UserError, check_names
 from tvb_mergekit.store.facts import FACTS, TENSORS, FileRecord, StoreFacts, record_of, write_facts
@@ -117,8 +116,6 @@ def changing(path: str | os.PathLike[str], new: bool = False) -> Iterator[StoreW
     check_movable(writer.store)
     if not new and not writer.store.parent.is_dir():
         read_store_facts(writer.store)  # raises: a lock would make the folder
-    if hub.in_cache(writer.store):
-        raise UserError(f"{writer.store} is in the Hugging Face cache: copy it to change the copy")
     store, held = writer.store, lock(path)
     try:
         previous = next_to(store, "previous")
