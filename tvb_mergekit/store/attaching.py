@@ -25,7 +25,7 @@ def attach(
 
     A change reads theta_0 and the store's vectors in pieces, within TVB_MERGEKIT_BLOCK_MB of memory
     (256 MB). It writes only the parameters that the store holds, in their dtypes and on their
-    devices. `.to`, `load_state_dict` and wrapping by PEFT are allowed after `attach`.
+    devices. A model that was moved, cast or wrapped after `attach` is refused.
 
     Args:
         model: any module whose state dict names its tensors as the base's files do, with the
@@ -35,13 +35,13 @@ def attach(
         base: theta_0 of a store; by default where the store says that it is.
 
     Returns:
-        An object with `use`, `using`, `reset`, `verify`, `tasks` and `current`; for routers one
-        with `route`, `reset`, `prompts` and `coefficients`.
+        An object with `use`, `reset`, `tasks` and `current`; for routers one with `route`,
+        `reset`, `prompts` and `coefficients`.
 
     Raises:
         UserError: The base is not the store's, or `base` is given for routers. The model has other
             names, shapes or weights. A parameter to be moved is quantized, on the meta device, in
-            the memory of `base`, copied by PEFT, or tied to one that moves otherwise.
+            the memory of `base`, or tied to one that moves otherwise.
 
     >>> import torch, tvb_mergekit as tvb
     >>> base = {"weight": torch.zeros(1, 2)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,29 +11,16 @@ from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.source import StateDict, Weights
 
-COPYING = ("original_module", "token_adapter")  # parts of names where PEFT keeps copies of values
-WRAPPERS = ("base_layer", "_orig_mod", *COPYING)  # parts that PEFT and torch.compile add to names
-
 
 def live_tensors(model: nn.Module, files: Weights) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors of a loaded model under the names of its files, without their gradients, and the
     parameters that have no such name, nor are tied to one that has."""
     state = model.state_dict(keep_vars=True)
-    state = {_plain(name): tensor for name, tensor in state.items()} | state
     live = {name: state[name] for name in files.tensors if name in state}
     reached = {_place(tensor) for tensor in live.values()}
-    others = [name for name, p in parameters_of(model) if _place(p) not in reached]
+    every = model.named_parameters(remove_duplicate=False)
+    others = [name for name, p in every if _place(p) not in reached]
     return {name: tensor.detach() for name, tensor in live.items()}, others
-
-
-def _plain(name: str) -> str:
-    """The name of a tensor before its module was wrapped."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
-def parameters_of(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """All parameters, those that are tied under each of their names."""
-    return [(_plain(name), p) for name, p in model.named_parameters(remove_duplicate=False)]
 
 
 def _place(tensor: Tensor) -> object:
@@ -43,25 +30,18 @@ def _place(tensor: Tensor) -> object:
     return tensor.device, tensor.data_ptr()
 
 
-def moving_tensors(
-    model: nn.Module, bases: Bases, base: Weights, known: Container[str] | None = None
-) -> dict[str, Tensor]:
-    """The tensors of the model that move, one name for those that are tied.
-
-    Parameters that are not in `known`, such as an adapter's, are left alone. None: all must be
-    in the base's files, or tied to a tensor there.
-    """
-    if merged := [name for name, m in model.named_modules() if getattr(m, "merged_adapters", ())]:
-        raise UserError(
-            f"`{merged[0]}`: PEFT has merged an adapter into its weights, which a change would "
-            "overwrite; `unmerge_adapter()` first"
-        )
+def places_of(model: nn.Module, bases: Bases, base: Weights) -> dict[str, object]:
+    """Memory and dtype of each tensor that the bases hold, under each of its names, and of each
+    parameter that the base's files lack, which was tied before."""
     live, others = live_tensors(model, base)
-    if known is not None and (others := [name for name in others if name in known]):
-        raise UserError(
-            f"the model no longer ties its {listed(others)} to a tensor of the base's files, and a "
-            "change would leave it behind; tie it again (`model.tie_weights()`)"
-        )
+    held = {name: tensor for name, tensor in live.items() if bases.stored_name(name)}
+    held |= {name: model.get_parameter(name) for name in others}
+    return {n: (_place(t), t.dtype, t.shape, t.stride()) for n, t in held.items()}
+
+
+def moving_tensors(model: nn.Module, bases: Bases, base: Weights) -> dict[str, Tensor]:
+    """The tensors of the model that move, one name for those that are tied."""
+    live, others = live_tensors(model, base)
     missing = [name for name in base.tensors if bases.stored_name(name) and name not in live]
     said = [f"{listed(missing)} of the base's files are not in it"] * bool(missing)
     said += [f"its {listed(others)} are not in the base's files"] * bool(others)
@@ -71,8 +51,6 @@ def moving_tensors(
             "from the base's folder, by the class that its config.json names"
         )
     given = {_place(t) for t in base.state.values()} if isinstance(base, StateDict) else set()
-    every = model.named_parameters(remove_duplicate=False)
-    copied = {_place(p) for name, p in every if not set(COPYING).isdisjoint(name.split("."))}
     moving: dict[str, Tensor] = {}
     tied: dict[object, str] = {}
     for name, tensor in live.items():
@@ -100,12 +78,6 @@ def moving_tensors(
         if place in given:
             raise UserError(
                 f"tensor `{name}`: the base is the model's own memory; give a folder, or a copy"
-            )
-        if place in copied:
-            raise UserError(
-                f"tensor `{name}`: a module that PEFT wraps it in holds a copy of its values "
-                "(`modules_to_save`, `trainable_token_indices`), which a change would leave "
-                "behind; `unload()` the PEFT model first"
             )
         if first == name:
             moving[name] = tensor
