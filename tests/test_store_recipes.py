@@ -223,10 +223,10 @@ ONE, OTHER = (("one/basis-000", "one/basis-001"), ("other/basis-000", "other/bas
 REFUSED: dict[str, tuple[str, str, Sequence[str], dict[str, Any]]] = {
     # the message -> method, base, what is listed, parameters
     "`num_bases` was set when": ("basis_ta", "base", ONE, {"num_bases": 2}),
-    "`tvb export STORE OUT --basis K`": ("task_arithmetic", "base", ONE, {"weight": 0.5}),
+    "make them with `tvb export`": ("task_arithmetic", "base", ONE, {"weight": 0.5}),
     "and linear takes models": ("linear", "base", ("math", "one/basis-000"), {"weight": 1}),
     "nothing else, basis-000, basis-001": ("basis_ta", "base", ONE[:1], {}),
-    "mean is not a basis of": ("basis_ta", "base", (*ONE, "one/mean"), {}),
+    "basis-000, basis-001, mean of": ("basis_ta", "base", (*ONE, "one/mean"), {}),
     "no config.json in this folder": ("basis_ta", "base", ("one",), {}),
     "two stores": ("basis_ta", "base", ("one/basis-000", "copy/basis-001"), {}),
     "is not a vector of a store": ("basis_ta", "base", ("math", *ONE), {}),

@@ -27,7 +27,6 @@ from tvb_mergekit.core.settings import (
 )
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store import store
-from tvb_mergekit.store.facts import FACTS
 from tvb_mergekit.store.forms import before_coding
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.matrices import settings_over
@@ -290,76 +289,37 @@ def find_store(models: Sequence[ModelReference]) -> tuple[store.Bases | None, tu
     """The store whose vectors the models are, None if no model is a vector, and their order in it.
 
     Raises:
-        UserError: Only some are vectors, they are of several stores, a basis is missing, or a task
-            is no longer there.
+        UserError: Only some are vectors, they are of several stores, or a basis is missing.
     """
-    folders = [folder_of(model.model.path) if model.lora is None else None for model in models]
-    for model in models:
-        _check_there(model)
-    known = [folder for folder in folders if folder is not None]
-    if not known:
+    paths = [Path(model.model.path) for model in models]
+    vectors = [m.lora is None and store.is_basis(p) for m, p in zip(models, paths, strict=True)]
+    if not any(vectors):
         return None, ()
-    if None in folders:
+    if not all(vectors):
         raise UserError(
-            f"model {models[folders.index(None)]} is not a vector of a store, and {known[0]} is "
-            "one: list those of one store, or models only (see `tvb export`)"
+            f"model {models[vectors.index(False)]} is not a vector of a store, and "
+            f"{models[vectors.index(True)]} is one: list those of one store, or models only"
         )
-    place = known[0].parent
-    for folder in known:
-        if os.path.realpath(folder.parent) != os.path.realpath(place):
-            raise UserError(f"{known[0]} and {folder} are of two stores: list those of one")
+    folders = [Path(os.path.realpath(path)) for path in paths]
+    place = folders[0].parent
+    if other := next((folder for folder in folders if folder.parent != place), None):
+        raise UserError(f"{folders[0]} and {other} are of two stores: list those of one")
     bases = store.load(place)
-    names = [folder.name for folder in known]
+    names = [folder.name for folder in folders]
     expected = bases.facts.store.folders[: bases.num_bases]
-    if lost := next((name for name in names if name not in expected), None):
-        kind = "task" if bases.keeps_tasks else "basis"
-        raise UserError(f"{place / lost} is not a {kind} of {place}: {', '.join(expected)}")
-    if not bases.keeps_tasks and sorted(names) != sorted(expected):
+    all_of_them = bases.keeps_tasks or len(names) == len(expected)
+    if not all_of_them or not set(names) <= set(expected):
+        what = "tasks" if bases.keeps_tasks else "all bases, and nothing else"
         raise UserError(
-            f"the recipe lists {', '.join(names)} of {place}: list all of its bases and nothing "
-            f"else, {', '.join(expected)}"
+            f"the recipe lists {', '.join(names)} of {place}: list {what}, {', '.join(expected)}"
         )
     return bases, tuple(expected.index(name) for name in names)
-
-
-def _check_there(model: ModelReference) -> None:
-    """Raise UserError if a model is a task that its store no longer has."""
-    place = Path(model.model.path)
-    if not place.exists() and store.is_store(place.parent):
-        facts = store.read_store_facts(place.parent)
-        if facts.keeps_tasks:
-            raise UserError(
-                f"model {model}: no such task in {place.parent} (removed?), which holds "
-                f"{', '.join(facts.store.folders)}"
-            )
-
-
-def folder_of(path: str) -> Path | None:
-    """The folder of the vector at `path`; None for a model.
-
-    Raises:
-        UserError: the vector lies outside its store.
-    """
-    folder = Path(path)
-    if not store.is_basis(folder):
-        return None
-    folder = Path(os.path.realpath(folder)) if folder.is_symlink() else folder
-    if not (folder.parent / FACTS).is_file():
-        raise UserError(
-            f"{path} is a basis vector of a store (a difference from its base), and the store's "
-            f"basis.json is not in {folder.parent}; keep a store together"
-        )
-    return folder
 
 
 def refuse_bases(paths: Sequence[str], method: str) -> None:
     """Raise UserError if a model is a vector of a store. Other methods would use it as a model."""
     for path in filter(store.is_basis, paths):
-        store_of = Path(path).parent
-        kind, export = "basis vector", "one with `tvb export STORE OUT --basis K` or `--all-bases`"
-        if store.is_store(store_of) and store.read_store_facts(store_of).keeps_tasks:
-            kind, export = "task vector", "all with `tvb export STORE --all DIR`, one with `--task`"
         raise UserError(
-            f"model {path} is a {kind} of a store, a difference from its base, and {method} takes "
-            f"models: make {export}"
+            f"model {path} is a vector of a store, a difference from its base, and {method} takes "
+            "models: make them with `tvb export`"
         )
