@@ -139,7 +139,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("core/trim.py", "kept - density * kept[:1]", "kept - density * kept[:1] + 99"),
     ],
     f"{ENCODERS} -k closed_form": [
-        ("core/encoders/linear.py", "self.values[num_bases:].sum()", "self.values[1:].sum()"),
+        ("core/encoders/linear.py", "self.values[encoder.shape[1] :]", "self.values[1:]"),
         ("core/encoders/linear.py", "1.0 - self.loss / total", "self.loss / total"),
         ("core/encoders/linear.py", "scales > NULL *", "scales > 1e-30 *"),
     ],

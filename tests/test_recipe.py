@@ -100,10 +100,10 @@ BAD: dict[str, list[tuple[dict[str, object], str]]] = {
     "basis_tb": [({}, "unknown method `basis_tb`: expected one of basis_iso")],
     "basis_negate": [
         (FORGET | {"merge_func": "sum"}, "`merge_func` belongs to basis_ties"),
-        ({"forget": "math"}, "basis_negate needs `alpha` as parameters"),
+        ({"forget": "math"}, "basis_negate needs `alpha` as a parameter"),
         (FORGET | {"forget": ""}, "`forget` is empty"),
-        (FORGET | {"forget": "math,,code"}, "a name between the commas is empty"),
-        (FORGET | {"forget": "math, math"}, "'math' is there twice"),
+        (FORGET | {"forget": "math,,code"}, "the unknown task ''"),
+        (FORGET | {"forget": "math, math"}, "a name is there twice"),
         (FORGET | {"forget": ["math"]}, "`forget` is ['math']: expected text"),
     ],
     "basis_wudi": [
@@ -150,11 +150,11 @@ def test_names_of_tasks_from_paths() -> None:
 
 
 REFUSED = {
-    "model ./b has an empty task name": ["math", ""],
+    "the task name '' of model './b' is empty": ["math", ""],
     "'a,b' of model './a' has a comma": ["a,b", "c"],
     "an outer blank": ["math", " code"],
     "control character": ["math", "co\nde"],
-    "./a and ./b have the same task name 'math': give them `task:`": ["math", "math"],
+    "'math' of model './b' is also that of model ./a: give it another `task:`": ["math", "math"],
 }
 
 

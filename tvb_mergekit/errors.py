@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import click
@@ -137,3 +138,10 @@ def megabytes(nbytes: int) -> str:
     if abs(nbytes) < 1e5:
         return f"{nbytes / 1e3:,.1f} kB"
     return f"{nbytes / 1e9:,.1f} GB" if abs(nbytes) >= 1e9 else f"{nbytes / 1e6:,.1f} MB"
+
+
+def hint(word: object, known: Collection[str]) -> str:
+    """The known word that is closest to a wrong one, for the end of a message, if any is close."""
+    lower = {candidate.lower(): candidate for candidate in known}
+    match = difflib.get_close_matches(str(word).lower(), lower, n=1)
+    return f" (did you mean `{lower[match[0]]}`?)" if match else ""

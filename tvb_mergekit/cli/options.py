@@ -18,7 +18,7 @@ from click.core import ParameterSource
 
 import tvb_mergekit_hook
 from tvb_mergekit.atomic import check_interrupted
-from tvb_mergekit.errors import UserError, check_names, refusing, unwinding
+from tvb_mergekit.errors import UserError, check_names, hint, refusing, unwinding
 from tvb_mergekit.progress import bars, logging_above_bars, phase
 
 if TYPE_CHECKING:
@@ -306,7 +306,6 @@ def document_of(recipe: str, method: str | None, base: str | None) -> Document:
         if method is not None or base is not None:
             raise UserError(f"{recipe} is a recipe: --method and --base belong to a STORE")
         return read_recipe(recipe)
-    from tvb_mergekit.core.settings import hint
     from tvb_mergekit.store.recipes import templates, with_paths
 
     bases = load_store(recipe)

@@ -111,13 +111,6 @@ def symmetric(square: Tensor) -> Tensor:
 NO_TENSOR = "no tensor takes part: every floating-point tensor is excluded or missing in a model"
 
 
-def check_shapes(name: str, base: Tensor, models: Sequence[Tensor], tasks: Sequence[str]) -> None:
-    """Raise UserError if a model's tensor differs from the base's in shape."""
-    for task, model in zip(tasks, models, strict=True):
-        if model.shape != base.shape:
-            raise UserError(shapes_differ(name, task, tuple(model.shape), tuple(base.shape)))
-
-
 def shapes_differ(name: str, task: str, found: tuple[int, ...], expected: tuple[int, ...]) -> str:
     return (
         f"tensor `{name}`: task `{task}` has shape {list(found)}, the base {list(expected)}; "

@@ -9,10 +9,10 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 LARGEST = 1e30  # coefficient; its products with weights fit in float32
 BASES: dict[str, BasisKind] = {}
@@ -107,12 +107,12 @@ class Declared:
 class BasisKind(Declared):
     """(Gram, M) -> `Encoding`. `known` is what does not depend on the Gram matrix."""
 
-    known: Level
+    known: Level = Level.NONE
 
 
 @dataclass(frozen=True)
 class MergeMethod(Declared):
-    """The direction or directions that coefficients scale.
+    """The direction or directions that coefficients scale; `lambda_` is the default of `lambda`.
 
     `merges` says of what:
     - "sums": (W_e [N, M]) -> coefficient -> the weights [N] of the vectors. Offered: the tasks, and
@@ -122,46 +122,41 @@ class MergeMethod(Declared):
       `tensors.matrices` explains. Other tensors get the mean of the bases.
     """
 
-    merges: Literal["sums", "entries", "matrices"]
-    needs: Callable[[Any], Level]
-    lambda_: float
+    merges: str = "matrices"
+    needs: Callable[[Any], Level] = lambda settings: Level.BASES
+    lambda_: float = 1.0
+
+
+Declare = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def basis(
     name: str,
-    *,
     title: str,
     paper: str = "",
     keys: Mapping[str, Key] | None = None,
-    known: Level = Level.NONE,
     sized: bool = True,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare a basis; one that is `sized` has the keys of M."""
+    **more: Any,
+) -> Declare:
+    """Declare a basis, see `BasisKind`; one that is `sized` has the keys of M."""
+    own = {**(SIZES if sized else {}), **(keys or {})}
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
-        own = {**(SIZES if sized else {}), **(keys or {})}
-        BASES[name] = BasisKind(name, title, paper, own, function, known)
+        BASES[name] = BasisKind(name, title, paper, own, function, **more)
         return function
 
     return declare
 
 
 def merge_method(
-    name: str,
-    *,
-    title: str,
-    paper: str,
-    merges: Literal["sums", "entries", "matrices"],
-    keys: Mapping[str, Key] | None = None,
-    needs: Level | Callable[[Any], Level] = Level.BASES,
-    lambda_: float = 1.0,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare a merge method; `lambda_` is the default of `lambda`."""
+    name: str, title: str, paper: str, keys: Mapping[str, Key] | None = None, **more: Any
+) -> Declare:
+    """Declare a merge method, see `MergeMethod`."""
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
-        own = {**(MATRICES if merges == "matrices" else {}), **(keys or {})}
-        of = needs if callable(needs) else lambda settings: needs
-        METHODS[name] = MergeMethod(name, title, paper, own, function, merges, of, lambda_)
+        method = METHODS[name] = MergeMethod(name, title, paper, keys or {}, function, **more)
+        if method.merges == "matrices":
+            METHODS[name] = replace(method, keys={**MATRICES, **method.keys})
         return function
 
     return declare

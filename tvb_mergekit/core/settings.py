@@ -6,20 +6,17 @@ one line that names the key, the value found and the values expected.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from numbers import Integral, Real
-from typing import Annotated, Any
-
-from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
+from numbers import Real
+from typing import Any
 
 from tvb_mergekit.core import encoders, methods
 from tvb_mergekit.core.registry import LARGEST, Key, Level, Whole
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, hint
 
 BASES, METHODS = encoders.BASES, methods.METHODS
 
@@ -27,9 +24,6 @@ BASES, METHODS = encoders.BASES, methods.METHODS
 OUTPUT_LAYER = r"lm_head|embed_out|^output\.weight|classifier|\bscore\b|\bhead\b"
 EMBEDDINGS = r"embed|\bwte\b|\bwpe\b|^shared\."
 EXPERTS = r"expert|moe"  # stacked to three dimensions
-# An int within the floats, or else a finite float; both may be text.
-WHOLE = Annotated[int, Field(gt=-(10**300), lt=10**300)]
-NUMBER: TypeAdapter[int | float] = TypeAdapter(WHOLE | FiniteFloat)
 MATRIX_METHODS = tuple(name for name, each in METHODS.items() if each.merges == "matrices")
 LAMBDAS = {name: each.lambda_ for name, each in METHODS.items()}
 
@@ -130,13 +124,6 @@ class Settings:
         return self.exclude is not None and re.search(self.exclude, tensor_name) is not None
 
 
-def hint(word: object, known: Collection[str]) -> str:
-    """The known word that is closest to a wrong one, for the end of a message, if any is close."""
-    lower = {candidate.lower(): candidate for candidate in known}
-    match = difflib.get_close_matches(str(word).lower(), lower, n=1)
-    return f" (did you mean `{lower[match[0]]}`?)" if match else ""
-
-
 def unknown_key(key: str, known: Collection[str], where: str) -> UserError:
     word = f"`{key if key.isprintable() else repr(key)[1:-1]}` under {where}{hint(key, known)}"
     return UserError(f"unknown key {word}: Known keys: {', '.join(known)}")
@@ -157,12 +144,13 @@ def check_value(key: str, value: object) -> Any:
     if isinstance(value, bool) or not isinstance(value, Real | str):
         raise UserError(wrong)
     try:
-        number = NUMBER.validate_python(int(value) if isinstance(value, Integral) else value)
-    except ValidationError as error:
-        raise UserError(wrong) from error
-    if not spec.allows(number):
-        raise UserError(wrong)
-    return spec.type(number)
+        text = str(value)
+        number = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+        if math.isfinite(number) and spec.allows(number):
+            return spec.type(number)
+    except (ValueError, OverflowError):
+        pass
+    raise UserError(wrong)
 
 
 def _text(spec: Key, value: object, wrong: str) -> str:
@@ -208,30 +196,25 @@ def resolve_settings(method: str, given: Mapping[str, object], tasks: Sequence[s
         raise UserError("the recipe lists no models besides the base: list at least one")
     values: dict[str, Any] = {}
     for key, value in given.items():
-        _check_place(method, key)
+        if key in MODEL_KEYS:
+            raise UserError(f"`{key}` belongs under the parameters of one model, not of the merge")
+        if key not in KEYS:
+            here = [name for name, spec in KEYS.items() if method in spec.methods]
+            raise unknown_key(key, here, "parameters")
+        if method not in (owners := KEYS[key].methods):
+            raise UserError(f"`{key}` belongs to {', '.join(owners)}, not to {method}")
         if KEYS[key].varying:
             for leaf in _leaves(value):
                 check_value(key, leaf)
         else:
             values[key] = check_value(key, value)
     _check_combination(values, len(tasks))
-    if missing := [n for n, key in KEYS.items() if key.required and method in key.methods
-                   and n not in given]:  # fmt: skip
-        raise UserError(f"{method} needs `{'` and `'.join(missing)}` as parameters")
+    for name, spec in KEYS.items():
+        if spec.required and method in spec.methods and name not in given:
+            raise UserError(f"{method} needs `{name}` as a parameter: {spec.help}")
     if "forget" in values:
         values["forget"] = _forgotten(values["forget"], tasks)
     return Settings(method, values)
-
-
-def _check_place(method: str, key: str) -> None:
-    if key in MODEL_KEYS:
-        raise UserError(f"`{key}` belongs under the parameters of one model, not of the merge")
-    if key not in KEYS:
-        here = [name for name, spec in KEYS.items() if method in spec.methods]
-        raise unknown_key(key, here, "parameters")
-    if method not in KEYS[key].methods:
-        owner = ", ".join(KEYS[key].methods)
-        raise UserError(f"`{key}` belongs to {owner}, not to {method}: leave it out")
 
 
 def _leaves(value: object) -> Iterator[object]:
@@ -259,11 +242,9 @@ def _check_combination(values: Mapping[str, Any], num_tasks: int) -> None:
 
 def _forgotten(text: str, tasks: Sequence[str]) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
-    for position, name in enumerate(names):
-        if not name:
-            raise UserError(f"`forget` is {text!r}: a name between the commas is empty")
-        if name in names[:position]:
-            raise UserError(f"`forget` is {text!r}: {name!r} is there twice")
+    if len(set(names)) < len(names):
+        raise UserError(f"`forget` is {text!r}: a name is there twice")
+    for name in names:
         if name not in tasks:
             known = f"{hint(name, tasks)}; tasks: {', '.join(tasks)}"
             raise UserError(f"`forget` names the unknown task {name!r}{known}")
@@ -274,15 +255,14 @@ def check_tasks(names: Sequence[str], models: Sequence[str]) -> None:
     """Raise UserError unless the names are unique and `forget` can list them."""
     first: dict[str, str] = {}
     for name, model in zip(names, models, strict=True):
-        remedy = "give it a `task:` name"
+        why = ""
         if not name.strip():
-            raise UserError(f"model {model} has an empty task name: {remedy}")
-        if "," in name or name != name.strip() or not name.isprintable():
+            why = "is empty"
+        elif "," in name or name != name.strip() or not name.isprintable():
             why = "has a comma, an outer blank or a control character"
-            raise UserError(
-                f"the task name {name!r} of model {shown(model)} {why}: {remedy} without them"
-            )
-        if name in first:
-            same = f"models {first[name]} and {model} have the same task name {name!r}"
-            raise UserError(f"{same}: give them `task:` names")
+        elif name in first:
+            why = f"is also that of model {first[name]}"
+        if why:
+            what = f"the task name {name!r} of model {shown(model)}"
+            raise UserError(f"{what} {why}: give it another `task:` name")
         first[name] = model

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
-from tvb_mergekit.core.settings import hint
-from tvb_mergekit.errors import UserError, counted, listed, one_line
+from tvb_mergekit.errors import UserError, counted, hint, listed, one_line
 from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES
 
 LOG = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from pydantic import BaseModel
 
-from tvb_mergekit.core.settings import ALL_KEYS, METHODS, VARYING_KEYS, hint, unknown_key
-from tvb_mergekit.errors import UserError, one_line, refusing
+from tvb_mergekit.core.settings import ALL_KEYS, METHODS, VARYING_KEYS, unknown_key
+from tvb_mergekit.errors import UserError, hint, one_line, refusing
 from tvb_mergekit.plugin.recipe import Recipe, read_recipe
 from tvb_mergekit.store.recipes import located
 

@@ -15,8 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import pydantic
 import yaml
 
-from tvb_mergekit.core.settings import hint
-from tvb_mergekit.errors import UserError, listed, one_line
+from tvb_mergekit.errors import UserError, hint, listed, one_line
 
 HERE = Path(__file__).parent
 SHIPPED = ("mergebench", "mergebench_keyword", "quickstart")

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tvb_mergekit.atomic import check_interrupted, inode, next_to
-from tvb_mergekit.core.settings import GLOBAL_KEYS, MERGING_KEYS, Settings, hint, resolve_settings
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.core.settings import GLOBAL_KEYS, MERGING_KEYS, Settings, resolve_settings
+from tvb_mergekit.errors import UserError, hint
 from tvb_mergekit.store.facts import (
     EXACT,
     FACTS,

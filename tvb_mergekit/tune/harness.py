@@ -24,8 +24,7 @@ from typing import Any
 
 import tqdm
 
-from tvb_mergekit.core.settings import hint
-from tvb_mergekit.errors import UserError, listed, one_line
+from tvb_mergekit.errors import UserError, hint, listed, one_line
 from tvb_mergekit.learn.data import open_tokenizer
 from tvb_mergekit.score.benchmark import check_known
 

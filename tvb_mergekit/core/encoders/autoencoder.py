@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 
-from tvb_mergekit.core.encoders.linear import Encoding, Gram, one_thread
+from tvb_mergekit.core.encoders.linear import Encoding, Gram
 from tvb_mergekit.core.registry import Positive, Whole, basis
 from tvb_mergekit.errors import UserError
 
@@ -19,6 +22,18 @@ TRAINING = {
     "anneal_every": Whole("steps between two coolings, 0 for none", default=0),
     "anneal_factor": Positive("the temperature's factor per cooling", default=0.9),
 }
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Give PyTorch one thread, and no autocast: several wait for each other at every step."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        with torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @basis("linear_ae", title="the autoencoder without softmax", keys=TRAINING)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import scipy  # whose parts are imported when they are used
 
-from tvb_mergekit.core.encoders.linear import NULL, Array, Encoding, Gram, one_thread
+from tvb_mergekit.core.encoders.linear import NULL, Array, Encoding, Gram
 from tvb_mergekit.core.registry import Level, basis
 from tvb_mergekit.errors import UserError
 
@@ -20,7 +20,6 @@ CLEARLY = 1e-6
 
 
 @basis("balanced", title="ours, closed form: every task has the same total weight", known=Level.SUM)
-@one_thread()
 def balanced(gram: Gram, num_bases: int, weights: Array | None = None) -> Encoding:
     """The balanced encoder of least loss, in closed form.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tvb_mergekit.core.encoders.linear import Array, Encoding, Gram, one_thread
+from tvb_mergekit.core.encoders.linear import Array, Encoding, Gram
 from tvb_mergekit.core.registry import Level, basis
 
 STARTS = 20
@@ -16,7 +16,6 @@ CLEARLY = 1e-6  # relative: the last digits of a Gram matrix, which differ, choo
 
 
 @basis("groups", title="ours: means of T/M similar tasks each", known=Level.SUM)
-@one_thread()
 def groups(gram: Gram, num_bases: int) -> Encoding:
     """The means of M groups of T/M tasks, chosen by a search for the longest bases.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,18 +9,13 @@ from tvb_mergekit.core.matrices import NULL, Noise, Triples, blocks, polar, top_
 from tvb_mergekit.core.registry import Level, Share, merge_method
 
 
-def needed(settings: Any) -> Level:
-    """Iso-C sees the sum of the bases alone."""
-    return Level.SUM if settings.common == 1 else Level.BASES
-
-
 @merge_method(
     "basis_iso",
     title="Isotropic Merging on Task Vector Bases",
     paper="Marczak et al., ICML 2025, arXiv 2502.04959",
-    merges="matrices",
     keys={"common": Share("share of the sum's directions", default=1.0)},
-    needs=needed,
+    # Iso-C sees the sum of the bases alone
+    needs=lambda settings: Level.SUM if settings.common == 1 else Level.BASES,
 )
 def isotropic(
     bases: Tensor, *, common: float = 1.0, noise: Noise = None, rank: int | None = None

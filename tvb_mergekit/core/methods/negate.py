@@ -18,7 +18,7 @@ from tvb_mergekit.core.registry import LARGEST, Key, Level, merge_method
         "forget": Key("task names to forget, comma-separated", str, (), required=True),
         "alpha": Key("strength of forgetting", low=0, high=LARGEST, varying=True, required=True),
     },
-    needs=Level.RECONSTRUCTIONS,
+    needs=lambda settings: Level.RECONSTRUCTIONS,
     lambda_=0.0,
 )
 def negation(

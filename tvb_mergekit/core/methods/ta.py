@@ -12,7 +12,7 @@ from tvb_mergekit.core.registry import Level, merge_method
     title="Task Arithmetic on Task Vector Bases",
     paper="Ilharco et al., ICLR 2023, arXiv 2212.04089",
     merges="sums",
-    needs=Level.SUM,
+    needs=lambda settings: Level.SUM,
     lambda_=0.4,
 )
 def addition(encoder: Tensor) -> dict[str, Tensor]:

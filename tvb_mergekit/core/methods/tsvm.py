@@ -12,7 +12,6 @@ from tvb_mergekit.core.registry import merge_method
     "basis_tsvm",
     title="Singular Vectors (TSV-M) on Task Vector Bases",
     paper="Gargiulo et al., CVPR 2025, arXiv 2412.00081",
-    merges="matrices",
 )
 def singular_vectors(bases: Tensor, *, noise: Noise = None, rank: int | None = None) -> Tensor:
     """D = P_U S P_V^T of the bases' first singular triples, r // M of each; 0 if r < M.

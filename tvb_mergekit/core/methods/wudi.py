@@ -18,7 +18,6 @@ ROUGH = 3e-3  # of t M^2 2^-24, up to which float32 is enough; `docs/mathematics
     "basis_wudi",
     title="Interference-Free Merging (WUDI) on Task Vector Bases",
     paper="Cheng et al., ICML 2025, arXiv 2503.08099; Wei et al., 2026, arXiv 2606.07289",
-    merges="matrices",
     keys={
         "flow_time": Positive("end of the flow", default=300.0, word="exact"),
         "transposed": Key("matrices whose inputs are rows, by their names", str, pattern=True),
