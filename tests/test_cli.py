@@ -32,7 +32,7 @@ from tvb_mergekit.store import store
 
 TVB = Path(sys.executable).with_name("tvb")
 WEIGHTS = "model.safetensors"
-COMMANDS = "build inspect add undo remove export merge check score learn tune".split()
+COMMANDS = "build inspect add undo remove export merge score learn tune".split()
 
 
 def run(*words: object, code: int = 0) -> Result:
@@ -186,7 +186,7 @@ LIGHT = {
     "--help": ("torch", "numpy", "rich", *HEAVY),
     **{f"{name} --help": ("torch", "numpy", "rich", *HEAVY) for name in COMMANDS},
     "score nope --out table": ("torch", *HEAVY), "inspect store": HEAVY,
-    "inspect store --json": HEAVY, "check store": HEAVY,
+    "inspect store --json": HEAVY,
 }  # fmt: skip
 PROBE = """
 import contextlib, io, sys
@@ -225,20 +225,17 @@ NEW = "a new one needs --base BASE and --budget M"
 REFUSED: dict[str, str] = {
     # files for folders and folders for files
     "inspect nope": "nope: no such folder",
-    "check nope": "'nope' does not exist",
     "inspect math": "math is not a basis store",
-    "check store/basis-000": "is one basis of a store",
+    "inspect store/basis-000": "is one basis of a store",
     # where a store may go
     "build recipe.yml recipe.yml/x": "is a file",
     "build recipe.yml base": "is the input base",
     "build recipe.yml store": "store is a store or a report already",
-    "check store --deep": "--deep and --out are for a RECIPE",
     "build recipe.yml notes": "already holds mine.txt",
     # where models may go
     "export store store/x --task math": "lies in the input store",
     "merge store store/x --method add": "store/x lies in the input",
     "build recipe.yml store/x": "/store, a store or a report; name another place",
-    "check recipe.yml --out store/x": "a store or a report",
     "inspect store --plot store/x.svg": "a store or a report",
     "score a.json --out store": "a store or a report",
     "export store math --task math": "already holds weight files",
@@ -325,7 +322,7 @@ def misuses() -> Iterator[tuple[list[str], str]]:
 
 
 PATHS = """build RECIPE STORE; inspect PATH --plot; add STORE MODEL --base; undo STORE; remove STORE
-    export STORE [OUT] --base; merge RECIPE|STORE OUT --base; check RECIPE|STORE --out
+    export STORE [OUT] --base; merge RECIPE|STORE OUT --base
     score [[LABEL=]PATH...] --base --specialist --reference --benchmark --out
     learn RECIPE --out --base; tune RECIPE --out --write"""
 OF_MODELS = ("--lora-merge-cache", "--transformers-cache")
@@ -347,7 +344,7 @@ def test_every_wrong_word_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
             found.add((words[0], named[1]))
     wanted = {tuple(words.split()) for words in PATHS.replace("\n", ";").split(";")}
     assert {(words[0], name) for words in wanted for name in words[1:]} <= found
-    for name in ("build", "inspect", "add", "check", "merge", "learn", "tune"):
+    for name in ("build", "inspect", "add", "merge", "learn", "tune"):
         assert {(name, option) for option in OF_MODELS} <= found
     run(code=1)
     done = subprocess.run([TVB, "build", "recipe.yml", ""], capture_output=True, timeout=120)
@@ -381,7 +378,6 @@ def test_a_store_is_as_wide_as_the_models(of_base, of_models, want, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     made_of = recipe("basis_ta", base, listed, basis="none")
     Path("recipe.yml").write_text(yaml.safe_dump(made_of))
-    assert f"B in {want}" in run("check", "recipe.yml").stdout
     said = run("build", "recipe.yml", "store", "--quiet").stdout
     assert store.load("store").facts["store"]["dtype"] == want
     models = sum(t.nbytes for path in listed for t in tiny.load(path).values())
@@ -410,9 +406,9 @@ def test_strange_names(here: Path) -> None:
     write(made_of, here / "strange recipe")
     run("build", "strange recipe.yml", "a [store]", "--quiet")
     said = run("inspect", "a [store]").stdout
-    checked = run("check", "strange recipe.yml").stdout
+    inspected = run("inspect", "strange recipe.yml").stdout
     for name in STRANGE:
-        assert name in said and f"  {name}: {name}\n" in checked
+        assert name in said and name in inspected
         run("export", "a [store]", "one", f"--task={name}", "--quiet")
         shutil.rmtree(here / "one")
     done = processes.run(
@@ -420,7 +416,7 @@ def test_strange_names(here: Path) -> None:
     )
     assert done.code == 0 and "t\\xfcr [red]x" in done.out and done.out.isascii()
     done = processes.run(
-        ["tvb", "check", "strange recipe.yml"], here, partial(encoded_output, "latin-1")
+        ["tvb", "inspect", "strange recipe.yml"], here, partial(encoded_output, "latin-1")
     )
     assert done.code == 0 and "\\u6570\\u5b66" in done.out
 

@@ -1,6 +1,6 @@
 """A user's mistakes: each is one line that says where it is, what was found and what to do.
 
-A case is a recipe and the faults of files or machine. `tvb check` runs all cases in process
+A case is a recipe and the faults of files or machine. `tvb inspect` reads all cases in process
 (test_check.py); a few run end to end here.
 """
 

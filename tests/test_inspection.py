@@ -266,7 +266,7 @@ def test_what_the_tables_say(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.startswith(
         "Basis store: M = 4 balanced basis vectors of T = 8 task vectors, bfloat16"
     )
-    assert "org/base" in text and "B3" in text and "1 tensor left out" in text
+    assert "org/base" in text and "B3" in text and "1 tensor left to the base" in text
     assert "is 2 B0 + 2 B1 + 2 B2 + 2 B3" in text
     assert " 0.2 " in text and "3 tasks added online" in printed(inspected(kind="grown"))
     (row,) = [line for line in text.splitlines() if line.startswith("> 4")]

@@ -445,7 +445,7 @@ def test_dora_and_trained_modules_are_fused_instead(adapters: Models, tmp_path: 
     for adapter, change in zip((trained, tmp_path / "dora"), expected, strict=True):
         models = [adapters.listed[0], f"{base}+{adapter}"]
         file = commands.write(recipe("basis_ta", base, models, basis="balanced"), tmp_path / "r")
-        for command in (("build", file, out), ("check", file), ("inspect", file)):
+        for command in (("build", file, out), ("inspect", file)):
             said = refused(*command)
             assert str(adapter) in said and "--fuse --lora-merge-cache DIR" in said
         assert "--lora-merge-cache DIR" in refused("build", file, out, "--fuse")
@@ -453,18 +453,18 @@ def test_dora_and_trained_modules_are_fused_instead(adapters: Models, tmp_path: 
         tvb("build", file, out, *fused, "--quiet")
         tau = torch.stack([task_vectors(adapters)[:, 0], flat(change, adapters)], dim=1)
         near(store.load(out).tensors["gram"], tau.T @ tau)
-        tvb("check", file, *fused, "--deep")
+        tvb("inspect", file, *fused)
         half = ("--lora-merge-dtype", "float16")
-        assert "is not in torch.float16" in refused("check", file, *fused, *half)
+        assert "is not in torch.float16" in refused("inspect", file, *fused, *half)
         shutil.rmtree(tmp_path / "fused")
         tvb("build", file, tmp_path / "half", *fused, *half, "--quiet")
-        tvb("check", file, *fused, *half)
+        tvb("inspect", file, *fused, *half)
         shutil.rmtree(tmp_path / "half")
         os.utime(adapter / "adapter_config.json", (2e9, 2e9))  # edited later
-        assert "of another adapter or base, or of older ones" in refused("check", file, *fused)
+        assert "of another adapter or base, or of older ones" in refused("inspect", file, *fused)
         for record in (tmp_path / "fused").rglob("tvb_origin.json"):
             record.unlink()  # mergekit made the copy
-        assert "older than the adapter or the base" in refused("check", file, *fused)
+        assert "older than the adapter or the base" in refused("inspect", file, *fused)
         shutil.rmtree(out)
 
 
@@ -491,13 +491,13 @@ def test_adapters_of_another_base(
         ([math.partition("+")[2]], "BASE+ADAPTER"),
     ):
         file = commands.write(recipe("basis_ta", base, models), tmp_path / "r")
-        assert said in refused("check", file)
+        assert said in refused("inspect", file)
     file = commands.write(recipe("basis_ta", math, [code]), tmp_path / "r")
     assert "is a base and an adapter" in refused("build", file, tmp_path / "out")
     (tmp_path / "link").symlink_to(base)
     made = recipe("basis_ta", tmp_path / "link", [math, code], exclude="nothing")
-    tvb("check", commands.write(made, tmp_path / "r"))  # two names of one base
+    tvb("inspect", commands.write(made, tmp_path / "r"))  # two names of one base
     assert "`exclude: nothing` matches no tensor" in caplog.text
     file = commands.write(recipe("basis_ta", "./nowhere", ["./nowhere+./here"]), tmp_path / "r")
-    for words in (("check", file), ("build", file, tmp_path / "out")):
+    for words in (("inspect", file), ("build", file, tmp_path / "out")):
         assert "model ./nowhere: no such folder (from " in refused(*words)

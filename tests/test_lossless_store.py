@@ -103,7 +103,7 @@ def test_exports_are_the_models(case: str, tmp_path: Path) -> None:
         rest = set(Checkpoint.open(file).tensors) if file.is_file() else set()
         reordered = case == "other order" and task == "code"
         assert (EMBEDDING in rest) == (reordered or "exclude" in keys)
-    tvb("check", store)
+    tvb("inspect", store)
     tvb("export", store, tmp_path / "32", "--task", "math", "--dtype", "float32")
     want = load(given.models["math"])
     assert all(same(tensor, want[name].float()) for name, tensor in load(tmp_path / "32").items())
@@ -228,11 +228,11 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
 
 @pytest.mark.parametrize("case", DAMAGE)
 def test_damage_is_found(case: str, built: Bases, family: Models, tmp_path: Path) -> None:
-    """By `tvb check`, and by whoever reads it, in a line that names the file."""
+    """By `tvb inspect`, and by whoever reads it, in a line that names the file."""
     store = Path(shutil.copytree(built.path, tmp_path / "store"))
     name, damage, message = DAMAGE[case]
     (store / name).write_bytes(damage((store / name).read_bytes()))
-    assert name in refused("check", store) and "checksum" in refused("check", store)
+    assert name in refused("inspect", store) and "checksum" in refused("inspect", store)
     assert message in refused("export", store, tmp_path / "out", "--task", "code", "--quiet")
     assert not (tmp_path / "out").exists()
 

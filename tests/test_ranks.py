@@ -176,13 +176,13 @@ def test_other_commands_refuse(models, tmp_path, monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     out = tmp_path / "out"
     file = write(recipe("basis_ta", *models["tied"], **BALANCED), out)
-    assert "check runs in one process, and was started 2 times" in refused("check", file)
+    assert "inspect runs in one process, and was started 2 times" in refused("inspect", file)
     assert "rank 1 cannot reach the other 1 processes" in refused("merge", file, out)
     told = CliRunner().invoke(run_yaml.main, [str(file), str(out)])
     assert told.exit_code == 1 and not out.exists()
     assert "Error: mergekit-yaml runs in one process" in told.output and "tvb merge" in told.output
     monkeypatch.setenv("WORLD_SIZE", "two")
-    assert "WORLD_SIZE is `two`" in refused("check", file)
+    assert "WORLD_SIZE is `two`" in refused("inspect", file)
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert "--multi-gpu is for one process on a machine" in refused(
         "merge", file, out, "--multi-gpu"

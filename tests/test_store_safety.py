@@ -119,13 +119,13 @@ DAMAGED = {"basis.json": OF_FACTS} | dict.fromkeys((BASIS, "basis.safetensors"),
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damage_is_named(name: str, here: Path) -> None:
-    """By all readers, or by `tvb check` if only a checksum shows it."""
+    """By all readers, or by `tvb inspect` if only a checksum shows it."""
     file = here / "grown" / name
     text = file.read_bytes()
     for damage, message in DAMAGED[name]:
         changed = damage(text)
         file.write_bytes(changed) if changed is not None else file.unlink()
-        assert re.search(f"{message}|checksum is not", refused("check", "grown"))
+        assert re.search(f"{message}|checksum is not", refused("inspect", "grown"))
         if message == "checksum" and name == BASIS:
             continue
         with pytest.raises(UserError, match=f"{message}|checksum is not"):
@@ -138,7 +138,7 @@ def test_damage_is_named(name: str, here: Path) -> None:
 def test_folders_that_are_swapped_are_found(here: Path) -> None:
     for old, new in (("basis-000", "x"), ("basis-001", "basis-000"), ("x", "basis-001")):
         (here / "grown" / old).rename(here / "grown" / new)
-    assert "checksum" in refused("check", "grown")
+    assert "checksum" in refused("inspect", "grown")
 
 
 def test_a_user_may_say_where_the_models_are_now(here: Path) -> None:
@@ -151,7 +151,6 @@ def test_a_user_may_say_where_the_models_are_now(here: Path) -> None:
 
 
 READERS = {
-    "check": "check copy",
     "inspect": "inspect copy --json",
     "merge": "merge copy merged --method add --base base",
     "export": "export copy exported --task b --base base",
@@ -192,7 +191,7 @@ def weights_of(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def test_a_flipped_bit_is_found_by_check_or_harmless(here: Path) -> None:
+def test_a_flipped_bit_is_found_by_inspect_or_harmless(here: Path) -> None:
     """A command on a damaged store ends with one line, or without an error."""
 
     shutil.copytree("grown", "copy")
@@ -201,7 +200,7 @@ def test_a_flipped_bit_is_found_by_check_or_harmless(here: Path) -> None:
     # one of each kind, without those that mergekit reads
     names = sorted(name for name in contents(here / "grown") if "config.json" not in name)
     files = {re.sub(r"\d+|[\w-]+\.yml", "", name): name for name in names}
-    halves = ("check", "inspect", "merge"), ("check", "export", "add")
+    halves = ("inspect", "merge"), ("inspect", "export", "add")
     for name, readers in product(files.values(), halves):
         shutil.rmtree("copy")
         shutil.copytree("grown", "copy")
@@ -210,7 +209,7 @@ def test_a_flipped_bit_is_found_by_check_or_harmless(here: Path) -> None:
         content[place] ^= 1 << draw.randrange(8)
         Path("copy", name).write_bytes(content)
         results = uses(readers)
-        if results["check"] == "refused":
+        if results["inspect"] == "refused":
             found += 1
             assert not name.startswith("recipes/")  # a user may edit them
         else:
@@ -288,7 +287,7 @@ def test_undo_swaps_a_store_and_its_previous_state(
     assert contents(here / "grown").keys() == first.keys() - {"recipes/ties.yml"}
     assert "5 tasks in 3 bases" in tvb("undo", "grown").stdout
     assert contents(here / "grown") == second
-    tvb("check", "grown")
+    tvb("inspect", "grown")
     with pytest.raises(UserError, match="cannot write next to"):
         lock(here / "base/config.json/store")
     for words in (["undo", "base"], ["undo", "nothing"]):

@@ -154,7 +154,7 @@ def test_a_task_joins_and_leaves(form: str, six: Models, tmp_path: Path) -> None
     if form == "--lossless":
         check_export(six.models["poems"], tmp_path / "poems")
     tvb("remove", store, "--task", "code")
-    tvb("check", store)
+    tvb("inspect", store)
     small = stores.load(store)
     assert small.tasks == rest and not (store / "code").exists()
     alike(small, six.build(tmp_path / "five", form, tasks=rest, own=own(rest)))
@@ -169,7 +169,7 @@ def test_a_task_joins_and_leaves(form: str, six: Models, tmp_path: Path) -> None
         close(flat(out, small.names), flat(six.states[0], small.names) + 0.4 * total)
     tvb("undo", store)
     assert stores.load(store).tasks == list(SIX)
-    tvb("check", store)
+    tvb("inspect", store)
     words = ("--task", "again", "--budget", 3, "--force", "--quiet")
     tvb("add", store, six.models["chat"], *words)
     bases = stores.load(store)

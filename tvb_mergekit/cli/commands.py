@@ -15,7 +15,7 @@ import click
 
 from tvb_mergekit import __version__
 from tvb_mergekit.cli.learn import learn
-from tvb_mergekit.cli.merging import check, export, merge
+from tvb_mergekit.cli.merging import export, merge
 from tvb_mergekit.cli.options import Commands
 from tvb_mergekit.cli.score import score, tune
 from tvb_mergekit.cli.stores import add, build, inspect, remove, undo
@@ -32,7 +32,7 @@ def main() -> None:
 
     \b
     Example:
-      tvb check recipe.yml                    find mistakes before the work
+      tvb inspect recipe.yml                  find mistakes, and look at the tasks
       tvb build recipe.yml ./store            T models -> M bases
       tvb inspect ./store --plot store.png
       tvb merge ./store ./merged --method add
@@ -51,6 +51,6 @@ def main() -> None:
 
 
 for each in (
-    build, inspect, add, undo, remove, export, merge, check, score, learn, tune
+    build, inspect, add, undo, remove, export, merge, score, learn, tune
 ):  # fmt: skip
     main.add_command(each)

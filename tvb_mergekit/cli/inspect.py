@@ -68,8 +68,11 @@ def remarks(inspection: Inspection) -> list[str]:
         lines.append(line[0].upper() + line[1:])
     lines.append(f"{facts.num_parameters:,} parameters in each task vector")
     lines += [] if inspection.keeps_tasks else measures(facts)
-    if facts.left_out:
-        lines.append(f"{counted(len(facts.left_out), 'tensor')} left out: see basis.json")
+    reasons: dict[str, list[str]] = {}
+    for name, reason in facts.left_out.items():
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        lines.append(f"{counted(len(names), 'tensor')} left to the base, {reason}: {listed(names)}")
     return lines
 
 

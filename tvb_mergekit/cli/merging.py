@@ -1,8 +1,7 @@
-"""`tvb merge`, `tvb check` and `tvb export`: models, their checks, and LoRA adapters."""
+"""`tvb merge` and `tvb export`: models and LoRA adapters."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ from click import argument, option
 from tvb_mergekit.cli.options import (
     ACCESS,
     DTYPES,
-    MODELS,
     PLACE,
     RECIPE_OR_STORE,
     base_of,
@@ -25,7 +23,6 @@ from tvb_mergekit.cli.options import (
     folder,
     load_store,
     model_options,
-    read_recipe,
     refuse_given,
 )
 from tvb_mergekit.errors import UserError
@@ -94,34 +91,6 @@ def merge(
     from tvb_mergekit.plugin.run import merge_recipe
 
     merge_recipe(document, out, memory, **values)
-
-
-@command("device", *MODELS, "quiet")
-@argument("recipe", metavar="RECIPE|STORE", type=RECIPE_OR_STORE)
-@flag("--deep", help="Read every tensor: NaN, zero task vectors, wrong base.")
-@option("--out", type=PLACE, help="Check the disk of this output folder.")
-def check(recipe: str, deep: bool, out: str | None, **values: Any) -> None:
-    """Find problems that would stop a merge or a build of RECIPE, and estimate the costs.
-
-    RECIPE may also be a store: then its files are compared with their checksums.
-
-    \b
-    Example: tvb check recipe.yml --deep
-    """
-    if os.path.isdir(recipe):
-        if deep or out is not None:
-            raise UserError("--deep and --out are for a RECIPE: leave them out")
-        bases = load_store(recipe, checksums=True)
-        click.echo(f"{recipe}: {len(bases.facts.store.files)} files as they were written")
-        return
-    from tvb_mergekit.tables import printable
-
-    engine, document, options = engine_of(values), read_recipe(recipe), model_options(values)
-
-    from tvb_mergekit.cli.check import check_recipe
-
-    for line in check_recipe(recipe, document, options, deep, out, engine):
-        click.echo(printable(line))
 
 
 @command("base", "device", "memory", "quiet", writes="out")

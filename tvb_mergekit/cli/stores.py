@@ -24,6 +24,7 @@ from tvb_mergekit.cli.options import (
     flag,
     import_mergekit,
     load_store,
+    model_options,
     open_models,
     place,
     read_recipe,
@@ -102,8 +103,13 @@ def build(recipe: str, store: str, dtype: DtypeName | None, **values: Any) -> No
 def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
     """Show tasks, cosines, bases and errors of PATH: a store, a merged model, or a recipe.
 
+    The models of a recipe are read, and refused where a merge would refuse them. The files of a
+    store are compared with their checksums.
+
     \b
-    Example: tvb inspect ./store --plot store.png
+    Example:
+      tvb inspect recipe.yml
+      tvb inspect ./store --plot store.png
     """
     from rich.console import Console
 
@@ -130,17 +136,19 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
     from tvb_mergekit.store.inspection import Inspection
 
     if os.path.isfile(path):
-        document = read_recipe(path)
-        if document.recipe.store is None:
-            from tvb_mergekit.store.build import inspect_inputs
+        engine, document, options = engine_of(values), read_recipe(path), model_options(values)
+        from tvb_mergekit.plugin.inputs import inputs_of_merge
+        from tvb_mergekit.plugin.planner import plan_only
+        from tvb_mergekit.store.build import inspect_inputs
 
-            engine = engine_of(values)
-            facts, tensors = inspect_inputs(open_models(document, values), engine)
-            return Inspection(facts, tensors, built=False)
+        if document.recipe.store is None:
+            inputs = inputs_of_merge(document, options)
+            return Inspection(*inspect_inputs(inputs, engine), built=False)
+        plan_only(document, options)  # compares the base
         path = document.recipe.store.place
     if is_output(Path(path)):
         return Inspection(*read_output(Path(path) / FOLDER))
-    return Inspection.of(load_store(path))
+    return Inspection.of(load_store(path, checksums=True))
 
 
 @command("base", "device", "memory", *MODELS, "quiet", writes="store")

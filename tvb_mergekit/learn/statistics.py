@@ -20,7 +20,7 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.data import Example
 
 Parameters = Mapping[str, nn.Parameter]
-WEIGHTS = "look at the models' weights (`tvb check --deep`)"
+WEIGHTS = "look at the models' weights (`tvb inspect RECIPE`)"
 
 
 def fisher(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN, Checkpoint
 from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.taskset import EXCLUDED, TaskSet
 
+LOG = logging.getLogger(__name__)
 FUSE = (
     "merge the adapters into models first: --fuse --lora-merge-cache DIR (`tvb merge --lora`: "
     "--lora-merge-cache DIR and a size, as --rank)"
@@ -65,6 +67,21 @@ def read_inputs(document: Document, options: Options, names: Sequence[str] = ())
         raise UserError(NO_TENSOR)
     found.varying = document.varying
     return found
+
+
+def inputs_of_merge(document: Document, options: Options) -> TaskSet:
+    """As `read_inputs`, and of recipes that only a merge takes, such as slices."""
+    try:
+        return read_inputs(document, options)
+    except UserError as error:
+        if by_factors(document, options):
+            raise
+        tasks = plan_only(document, options).tasks  # raises if a merge is refused
+        if not tasks.items:
+            raise
+        LOG.warning("not for `tvb build`: %s", error)
+    tasks.varying = document.varying
+    return tasks
 
 
 def by_factors(document: Document, options: Options) -> bool:

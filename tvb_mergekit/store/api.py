@@ -133,7 +133,7 @@ def load(path: str | os.PathLike[str]) -> Bases:
 
     Raises:
         UserError: no store, a newer format, or a file that is missing, cut short or damaged in
-            its header. `tvb check` compares the checksums.
+            its header. `tvb inspect` compares the checksums.
     """
     check_types(load, locals())
     return store.load(path)

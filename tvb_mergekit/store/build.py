@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tvb_mergekit.atomic import check_interrupted, next_to
 from tvb_mergekit.core.basis import Basis, warnings
-from tvb_mergekit.core.gram import GramSums
+from tvb_mergekit.core.gram import GramSums, check_copied
 from tvb_mergekit.errors import megabytes
 from tvb_mergekit.store import forms
 from tvb_mergekit.store.export import write_originals
@@ -43,6 +43,7 @@ from tvb_mergekit.store.vectors import (
 from tvb_mergekit.store.writer import StoreWriter, check_movable, lock
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.engine import Engine
+from tvb_mergekit.tensors.matrices import check_matrices
 from tvb_mergekit.tensors.merging import encoded_by, sums_of
 from tvb_mergekit.tensors.output import check_new_folder
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -151,7 +152,17 @@ def build_in_memory(
 
 
 def inspect_inputs(inputs: TaskSet, engine: Engine = Engine()) -> tuple[Facts, dict[str, Tensor]]:
-    """basis.json and basis.safetensors of a build in float32, without building."""
+    """basis.json and basis.safetensors of a build in float32, without building.
+
+    Raises:
+        UserError: NaN or infinity, also in a tensor of the base that a merge copies.
+    """
+    base, settings = inputs.base, inputs.settings
+    taking_part = {(item.base and item.base.name) or item.name for item in inputs.items}
+    for name, info in base.tensors.items():
+        if name not in taking_part and name not in inputs.tied and info.dtype.is_floating_point:
+            check_copied(name, base.tensor(name), settings.excludes(name))
+    check_matrices(settings, inputs.items, settings.bases_of(len(inputs.tasks)), None)
     basis = _basis(inputs, sums_of(inputs, engine), LOG.warning)
     vectors = dense_vectors(inputs, basis, torch.float32)
     tensors = {**vectors.tensors, **tensors_of(basis)}

@@ -142,7 +142,7 @@ class Lossless(Decoded):
                 raise self.damaged(name)
             raise UserError(
                 f"{self.damaged(name)}. Or the base is another one than at the build, "
-                "if `tvb check STORE` finds nothing"
+                "if `tvb inspect STORE` finds nothing"
             )
         return theta
 
