@@ -125,7 +125,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     f"{MERGING} -k merging_equals": [
         ("core/basis.py", "len(self.tasks) / self.num_bases", "self.num_bases / len(self.tasks)"),
         ("core/basis.py", '"alpha": -alpha}', '"alpha": alpha}'),
-        ("core/basis.py", "[:, None] * rows", "[None, :1] * rows"),
+        ("core/basis.py", "scales * self.encoding.recon", "self.encoding.recon"),
         ("core/basis.py", '"lambda": lambda_ * self.scale,', '"lambda": lambda_,'),
     ],
     f"{MERGING} -k entry_by_entry": [
@@ -202,7 +202,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("tensors/ranks.py", "(2 * end - nbytes) * count", "end * count"),
     ],
     "test_online.py -k 'not slow'": [
-        ("core/online.py", "/ (budget - 1)", "/ budget"),
+        ("core/online.py", "float(weights.sum()) / size", "float(weights.sum()) / budget"),
     ],
     "test_merges.py -k dtypes": [
         ("plugin/items.py", "promote_types, weights, base", "promote_types, weights[:0], base"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tvb_mergekit.core.encoders import Encoding, encode, encode_before
 from tvb_mergekit.core.gram import GramSums
@@ -42,7 +42,7 @@ class Tunables:
 
 
 @dataclass
-class Combination(ABC):
+class Combination:
     """Coefficients of the N vectors that a merge combines.
 
     The vectors are the T task vectors of a recipe (`Basis`), or the M bases of a store
@@ -51,19 +51,12 @@ class Combination(ABC):
 
     settings: Settings
     tasks: Sequence[str]
+    # B = vectors @ [N, M] (paper Eq. 8), T_hat = vectors @ [N, T] (Eq. 10), both float64
+    weighted_encoder: Tensor = field(init=False)
+    weighted_reconstruction: Tensor = field(init=False)
     histogram: Histogram | None = field(default=None, kw_only=True)
     seconds: dict[str, float] = field(default_factory=dict, kw_only=True)
     _thresholds: dict[float, Tensor] = field(default_factory=dict, repr=False, kw_only=True)
-
-    @property
-    @abstractmethod
-    def weighted_encoder(self) -> Tensor:
-        """[N, M] float64: B = vectors @ weighted_encoder (paper Eq. 8)."""
-
-    @property
-    @abstractmethod
-    def weighted_reconstruction(self) -> Tensor:
-        """[N, T] float64: T_hat = vectors @ weighted_reconstruction (paper Eq. 10)."""
 
     @property
     def num_bases(self) -> int:
@@ -137,17 +130,10 @@ class Basis(Combination):
     encoding: Encoding
     weights: Sequence[float]
 
-    @property
-    def weighted_encoder(self) -> Tensor:
-        """diag(weights) W_e."""
-        return self._weighted(self.encoding.encoder)
-
-    @property
-    def weighted_reconstruction(self) -> Tensor:
-        return self._weighted(self.encoding.reconstruction)
-
-    def _weighted(self, rows: Tensor) -> Tensor:
-        return torch.tensor(self.weights, dtype=torch.float64, device="cpu")[:, None] * rows
+    def __post_init__(self) -> None:
+        scales = torch.tensor(self.weights, dtype=torch.float64, device="cpu")[:, None]
+        self.weighted_encoder = scales * self.encoding.encoder
+        self.weighted_reconstruction = scales * self.encoding.reconstruction
 
 
 @dataclass
@@ -163,15 +149,10 @@ class StoredBases(Combination):
     shares: Tensor
     reconstruction: Tensor
 
-    @property
-    def weighted_encoder(self) -> Tensor:
-        """diag(v): PCA's mean is in no basis."""
-        mean = self.shares.new_zeros(len(self.reconstruction) - len(self.shares), len(self.shares))
-        return torch.cat([torch.diag(self.shares), mean])
-
-    @property
-    def weighted_reconstruction(self) -> Tensor:
-        return self.reconstruction
+    def __post_init__(self) -> None:
+        rest = len(self.reconstruction) - len(self.shares)  # PCA's mean is in no basis
+        self.weighted_encoder = pad(torch.diag(self.shares), (0, 0, 0, rest))
+        self.weighted_reconstruction = self.reconstruction
 
 
 def build(

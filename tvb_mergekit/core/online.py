@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.encoders import Encoding, Gram, balanced, encode
+from tvb_mergekit.core.encoders import Gram, balanced, encode
 from tvb_mergekit.core.settings import Settings
 
 COMPRESSIONS = ("ae", "balanced")
@@ -79,42 +79,26 @@ def add_task(buffer: Buffer, products: Tensor, budget: int, how: str, settings: 
     """
     count = len(products) - 1
     products = (products + products.T) / 2
-    old = products[:count, :count]
     compressed = count >= budget
     inner = torch.eye(count, dtype=torch.float64)
     encoder, decoder, weights = buffer.encoder, buffer.decoder, buffer.basis_weights
-    if compressed:
-        encoding = _compress(old, weights, how, settings, budget - 1)
+    if compressed:  # U = B W_e
+        old, size = products[:count, :count], budget - 1
+        if how == "balanced":
+            assert weights is not None
+            encoding = balanced(Gram.of(old), size, weights.numpy())
+            weights = torch.full_like(weights[:size], float(weights.sum()) / size)
+        else:
+            encoding, weights = encode(old, settings.but(num_bases=size)), None
         inner = encoding.encoder
         encoder, decoder = encoder @ inner, encoding.decoder @ decoder
-        if weights is not None:
-            share = float(weights.sum()) / (budget - 1)
-            weights = torch.full_like(weights[: budget - 1], share) if how == "balanced" else None
     if weights is not None:
         weights = torch.cat([weights, torch.ones(1, dtype=torch.float64)])
     matrix, encoder, decoder = map(_with_task, (inner, encoder, decoder))
     gram_bases = matrix.T @ products @ matrix
+    gram = products if buffer.uncompressed else None
     gram_bases = (gram_bases + gram_bases.T) / 2
-    return Round(
-        matrix=matrix,
-        encoder=encoder,
-        decoder=decoder,
-        gram_bases=gram_bases,
-        gram=products if buffer.uncompressed else None,
-        basis_weights=weights,
-        compressed=compressed,
-    )
-
-
-def _compress(
-    gram: Tensor, weights: Tensor | None, how: str, settings: Settings, count: int
-) -> Encoding:
-    """Compress bases with this Gram matrix to `count`."""
-    if how != "balanced":
-        return encode(gram, settings.but(num_bases=count))
-    assert weights is not None
-    encoding: Encoding = balanced(Gram.of(gram), count, weights.numpy())
-    return encoding
+    return Round(matrix, encoder, decoder, gram_bases, gram, weights, compressed)
 
 
 def _with_task(coefficients: Tensor) -> Tensor:
