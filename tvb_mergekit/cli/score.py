@@ -24,7 +24,6 @@ from tvb_mergekit.cli.options import (
     import_mergekit,
     model_options,
     place,
-    refuse_given,
     repeatable,
 )
 from tvb_mergekit.errors import UserError
@@ -48,9 +47,8 @@ from tvb_mergekit.errors import UserError
 )
 @repeatable("--metric", "metrics", metavar="TASK:METRIC", help="As METRIC,FILTER. Repeatable.")
 @flag("--partial", help="Normalize over the categories that all models have completely.")
-@choice("--radar", "tasks categories none", default="tasks", help="The axes of the plot in --out.")
-@folder("--out", help="Write scores.html, scores.md, scores.json, radar.svg, radar.png.")
-def score(paths: tuple[str, ...], radar: Any, out: str | None, **values: Any) -> None:
+@folder("--out", help="Write scores.md and scores.json.")
+def score(paths: tuple[str, ...], out: str | None, **values: Any) -> None:
     """Table the results of lm_eval, with the normalized accuracy of MergeBench.
 
     Each PATH is a results_*.json of lm_eval, or a folder of them if categories were run one by
@@ -58,8 +56,7 @@ def score(paths: tuple[str, ...], radar: Any, out: str | None, **values: Any) ->
     specialists. Missing tasks and settings that differ are reported.
 
     After lm_eval with --log_samples, models are compared item by item: the differences of each pair
-    have p values, corrected by Holm's method. Scores that look like extraction, not ability, are
-    shown with three answers. scores.html has all of it, and each model's recipe.
+    have p values, corrected by Holm's method.
 
     \b
     Example:
@@ -71,27 +68,17 @@ def score(paths: tuple[str, ...], radar: Any, out: str | None, **values: Any) ->
     """
     from rich.console import Console
 
-    from tvb_mergekit.score.gathering import PICTURES, check_output, gather, write
-    from tvb_mergekit.score.page import print_table
+    from tvb_mergekit.score.gathering import check_output, gather, write
+    from tvb_mergekit.score.text import print_table
     from tvb_mergekit.tables import printable
 
-    if out is None:
-        refuse_given(["radar"], "--out gets the plot, and is missing")
-    by = None if out is None or radar == "none" else radar
     if out is not None:
-        check_output(out, by is not None)
+        check_output(out)
     found = gather(paths, **values)
     for line in found.warnings:
         click.echo(f"Warning: {printable(line)}", err=True)
     if out is not None:
-        pictures: dict[str, bytes] = {}
-        if by is not None and found.specialists is not None and found.compared:
-            from tvb_mergekit.score.page import radar as draw
-
-            pictures = {kind: draw(found, kind, by) for kind in PICTURES}
-        elif by is not None:
-            click.echo("Warning: nothing to normalize by, so no radar plot", err=True)
-        write(found, out, pictures)
+        write(found, out)
     print_table(found, Console(soft_wrap=True, highlight=False))
     if out is not None:
         click.echo(f"Written to {out}")

@@ -16,8 +16,8 @@ Scores are percent.
 from tvb_mergekit.score.benchmark import read_benchmark
 from tvb_mergekit.score.columns import read_reference
 from tvb_mergekit.score.examining import examine
-from tvb_mergekit.score.page import markdown
 from tvb_mergekit.score.results import read_results
 from tvb_mergekit.score.table import table
+from tvb_mergekit.score.text import markdown
 
 __all__ = ["examine", "markdown", "read_benchmark", "read_reference", "read_results", "table"]

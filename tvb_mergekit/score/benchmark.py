@@ -30,7 +30,6 @@ class Task:
     name: str
     label: str
     metric: str = "score,none"
-    lenient: str = "flexible,none"  # reads the same answers more leniently
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,6 @@ class Category:
     tasks: Annotated[tuple[Task, ...], pydantic.Field(min_length=1)]
     group: str | None = None  # lm-eval's group of all its tasks
     options: str | None = None  # lm_eval's options, for commands that are suggested
-    floors: bool = True  # a score near 0 is odd
-    programs: bool = False  # answers are programs, so text before them is odd
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Paired differences and remarks on floors, which lm-eval's samples add to a table."""
+"""Paired differences, which lm-eval's samples add to a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.score.columns import Cell
-from tvb_mergekit.score.floors import Signs, count_items, remark
 from tvb_mergekit.score.pairs import Floats, compare
 from tvb_mergekit.score.results import PROMPTS, read_samples, samples_file
 from tvb_mergekit.score.table import Table
@@ -21,14 +20,14 @@ from tvb_mergekit.score.table import Table
 class TaskAnswers:
     """A model's answers to one task."""
 
-    signs: Signs | None  # None without a file of samples
+    there: bool  # whether there is a file of samples
     items: Mapping[int, tuple[str, str, float]]  # doc_id -> document and prompt (hashes), percent
     why: str | None = None  # why the scores cannot be paired; None if they can
     settings: Mapping[str, str] = field(default_factory=dict)
 
 
 def examine(table: Table) -> Table:
-    """Add `pairs` and `remarks` to a table, and warnings about tasks that cannot be paired.
+    """Add `pairs` to a table, and warnings about tasks that cannot be paired.
 
     Samples lie next to the result files of the scores. One task is read at a time, and only the
     scores of its items are kept.
@@ -36,14 +35,15 @@ def examine(table: Table) -> Table:
     columns = [column for column in table.columns if column.kind != "reference"]
     labels = [column.label for column in columns if column.kind != "specialists"]
     values: dict[tuple[str, str], dict[str, Floats]] = {p: {} for p in combinations(labels, 2)}
-    remarks, refused = [], dict[str, list[str]]()  # refused: reason -> tasks
+    refused = dict[str, list[str]]()  # reason -> tasks
     for category in table.benchmark.categories:
         for task in category.tasks:
-            having = [column for column in columns if task.name in column.tasks]
-            read = {column.label: _read(column.tasks[task.name], task.name) for column in having}
-            remarks += [remark(c, category, task, read[c.label].signs) for c in having]
-            known = {label: read[label] for label in labels if label in read}
-            if len(known) > 1 and any(answers.signs for answers in known.values()):
+            known = {
+                column.label: _read(column.tasks[task.name], task.name)
+                for column in columns
+                if column.label in labels and task.name in column.tasks
+            }
+            if len(known) > 1 and any(answers.there for answers in known.values()):
                 for label, answers in known.items():
                     if answers.why:
                         refused.setdefault(f"{label}, {answers.why}", []).append(task.name)
@@ -55,26 +55,25 @@ def examine(table: Table) -> Table:
                 else:
                     values[one, other][task.name] = found
     said = (f"no paired differences of {why}: {listed(names)}" for why, names in refused.items())
-    pairs, odd = compare(values, _weights(table)), tuple(filter(None, remarks))
-    return replace(table, pairs=pairs, remarks=odd, warnings=(*table.warnings, *said))
+    pairs = compare(values, _weights(table))
+    return replace(table, pairs=pairs, warnings=(*table.warnings, *said))
 
 
 def _read(cell: Cell, task: str) -> TaskAnswers:
     path = samples_file(cell.origin.file, task) if cell.origin else None
     if path is None or cell.metric is None or cell.origin is None:
-        return TaskAnswers(None, {}, "which has no samples next to its results (`--log_samples`)")
-    signs, items, numbers = Signs(), dict[int, tuple[str, str, float]](), True
+        return TaskAnswers(False, {}, "which has no samples next to its results (`--log_samples`)")
+    items, numbers = dict[int, tuple[str, str, float]](), True
     try:
         for sample in read_samples(path, cell.metric):
-            signs.add(sample)
             if sample.doc_id in items:
-                return TaskAnswers(signs, {}, f"whose {path} holds item {sample.doc_id} twice")
+                return TaskAnswers(True, {}, f"whose {path} holds item {sample.doc_id} twice")
             numbers = numbers and sample.score is not None
             items[sample.doc_id] = sample.document, sample.prompt, 100 * (sample.score or 0.0)
     except UserError as error:
-        return TaskAnswers(None, {}, f"as {error}")
+        return TaskAnswers(False, {}, f"as {error}")
     mean = sum(score for *_, score in items.values()) / max(len(items), 1)
-    if len(items) < (count := count_items(cell)):
+    if len(items) < (count := _counted(cell)):
         why = f"whose {path} holds {len(items)} of {count} items"
         if max(items, default=0) < count:  # else `lm_eval --samples` chose the items
             lost = next(doc_id for doc_id in range(count) if doc_id not in items)
@@ -83,7 +82,13 @@ def _read(cell: Cell, task: str) -> TaskAnswers:
         why = f"whose `{cell.metric}` is not the mean over the items in samples"
     else:
         why = None
-    return TaskAnswers(signs, items, why, cell.origin.settings)
+    return TaskAnswers(True, items, why, cell.origin.settings)
+
+
+def _counted(cell: Cell) -> int:
+    """The number of items of a score; 0 if unknown."""
+    known = cell.origin.settings.get("the number of items", "") if cell.origin else ""
+    return int(known) if known.isdecimal() else 0
 
 
 def _subtracted(one: TaskAnswers, other: TaskAnswers) -> Floats | tuple[str, str]:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tvb_mergekit.atomic import check_outside, write_file
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.figures import MADE, can_draw
+from tvb_mergekit.figures import MADE
 from tvb_mergekit.score.benchmark import find_benchmark, read_benchmark, repeated
 from tvb_mergekit.score.columns import read_reference
 from tvb_mergekit.score.examining import examine
-from tvb_mergekit.score.page import markdown, page
 from tvb_mergekit.score.results import DATE, Results, read_results
 from tvb_mergekit.score.table import Table, table
+from tvb_mergekit.score.text import markdown
 
-FILES, PICTURES = ("scores.md", "scores.json", "scores.html"), ("svg", "png")
+FILES = ("scores.md", "scores.json")
 
 
 def gather(
@@ -108,36 +108,24 @@ def _metrics(given: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def check_output(out: str | os.PathLike[str], drawing: bool) -> None:
+def check_output(out: str | os.PathLike[str]) -> None:
     """Raise UserError if `write` would fail, or replace files that `tvb score` did not make."""
     if Path(out).exists() and not Path(out).is_dir():
         raise UserError(f"cannot write {out}: it is a file; name a folder")
     check_outside(Path(out, FILES[0]))
-    for name in (*FILES, *(f"radar.{kind}" for kind in PICTURES if drawing)):
+    for name in FILES:
         path = Path(out, name)
         if os.path.lexists(path) and not _is_ours(path):
             raise UserError(f"cannot write {path}: tvb score did not make it; name another --out")
-    if drawing and not can_draw():
-        raise UserError("no matplotlib: pip install 'tvb-mergekit[plot]', or give --radar none")
 
 
-def write(found: Table, out: str | os.PathLike[str], radars: Mapping[str, bytes]) -> None:
-    """Write `scores.md`, `scores.json`, `scores.html` and the pictures (suffix -> bytes).
-
-    Pictures of an earlier table, which are not drawn again, are deleted.
-    """
+def write(found: Table, out: str | os.PathLike[str]) -> None:
+    """Write `scores.md` and `scores.json`."""
     text = json.dumps(found.json(), indent=1, allow_nan=False, ensure_ascii=False)
-    texts = (markdown(found), f"{text}\n", page(found, radars.get("svg")))
-    # file names may hold bytes that are not UTF-8
-    files = {n: t.encode(errors="backslashreplace") for n, t in zip(FILES, texts, strict=True)}
-    files |= {f"radar.{suffix}": picture for suffix, picture in radars.items()}
     Path(out).mkdir(parents=True, exist_ok=True)
-    stale = [Path(out, f"radar.{suffix}") for suffix in PICTURES if suffix not in radars]
-    stale = [path for path in stale if _is_ours(Path(out, "scores.json")) and _is_ours(path)]
-    for name, data in files.items():
-        write_file(Path(out, name), data)
-    for path in stale:
-        path.unlink()
+    for name, content in zip(FILES, (markdown(found), f"{text}\n"), strict=True):
+        # file names may hold bytes that are not UTF-8
+        write_file(Path(out, name), content.encode(errors="backslashreplace"))
 
 
 def _is_ours(path: Path) -> bool:

@@ -24,7 +24,6 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.figures import MADE
 from tvb_mergekit.score.benchmark import Benchmark, Category, Task, check_known, repeated
 from tvb_mergekit.score.columns import Cell, Column, Reference, differing, incomplete, measured
-from tvb_mergekit.score.floors import Remark
 from tvb_mergekit.score.pairs import Pair
 from tvb_mergekit.score.results import Results
 
@@ -50,7 +49,6 @@ class Table:
     partial: bool = False  # normalized accuracies may be over fewer categories
     warnings: tuple[str, ...] = ()  # differences that make scores incomparable
     pairs: tuple[Pair, ...] = ()  # differences over the same items, from `examine`
-    remarks: tuple[Remark, ...] = ()  # on odd scores, from `examine`
 
     @property
     def specialists(self) -> Column | None:
@@ -62,12 +60,6 @@ class Table:
             return column.tasks.get(part.name)
         total, count = _sum([self.score(column, task) for task in part.tasks]), len(part.tasks)
         return total and Cell(total.value / count, total.stderr and total.stderr / count)
-
-    def relative(self, column: Column, part: Task | Category) -> float | None:
-        """Return the score in percent of the specialist's."""
-        own = self.score(column, part)
-        best = self.score(self.specialists, part) if self.specialists else None
-        return 100 * own.value / best.value if own and best and best.value > 0 else None
 
     @functools.cached_property
     def compared(self) -> tuple[Category, ...]:
@@ -154,7 +146,6 @@ class Table:
             "compared": [category.name for category in self.compared],
             "columns": columns,
             "pairs": [asdict(pair) for pair in self.pairs],
-            "remarks": [asdict(remark) for remark in self.remarks],
             "missing": self.gaps(),
             "warnings": list(self.warnings),
         }

@@ -210,7 +210,7 @@ def test_each_of_ten_programs_is_judged(out, task, row, text, expected):
 def test_the_table_of_these_results(out: Path, found: Any, tmp_path: Path) -> None:
     """The specialists' column from the same file: the model's normalized accuracy is 100. And each
     task has samples that can be paired, with those of a second model that is the same."""
-    words = ["score", "--benchmark", "mergebench", "--radar", "none", "--specialist", str(out)]
+    words = ["score", "--benchmark", "mergebench", "--specialist", str(out)]
     words += [f"merged={out}", f"other={shutil.copytree(out, tmp_path / 'other')}"]
     done = CliRunner().invoke(commands.main, [*words, "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
