@@ -227,7 +227,7 @@ REFUSED: dict[str, tuple[str, str, Sequence[str], dict[str, Any]]] = {
     "and linear takes models": ("linear", "base", ("math", "one/basis-000"), {"weight": 1}),
     "nothing else, basis-000, basis-001": ("basis_ta", "base", ONE[:1], {}),
     "basis-000, basis-001, mean of": ("basis_ta", "base", (*ONE, "one/mean"), {}),
-    "no config.json in this folder": ("basis_ta", "base", ("one",), {}),
+    "has no configuration to read": ("basis_ta", "base", ("one",), {}),
     "two stores": ("basis_ta", "base", ("one/basis-000", "copy/basis-001"), {}),
     "is not a vector of a store": ("basis_ta", "base", ("math", *ONE), {}),
     "a difference from its base": ("basis_ta", "one/basis-000", OTHER, {}),

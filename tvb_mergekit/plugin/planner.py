@@ -45,7 +45,7 @@ from tvb_mergekit.plugin.sources import (
 from tvb_mergekit.progress import phase
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import check_embeddings
-from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint, weight_files
+from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint
 from tvb_mergekit.tensors.output import check_disk
 
 
@@ -184,41 +184,38 @@ def check_model(
     if model.lora is not None:
         dtype = options.lora_merge_dtype
         _check_adapter(model, options.lora_merge_cache, dtype and dtype_from_name(dtype))
-    if os.path.isfile(path):
-        raise UserError(
-            f"model {path} is a file; expected a model folder (`tvb_mergekit.merge` takes files)"
-        )
     check_model_place(path)
-    if os.path.isdir(path):
-        _check_config(path, base.model.path, options.allow_crimes)
     try:
-        model.config(trust_remote_code=options.trust_remote_code)  # which planning needs anyway
+        config = model.config(trust_remote_code=options.trust_remote_code)
     except (ValueError, KeyError, OSError) as error:
-        reason = one_line(error).split(". ")[0].rstrip(".")
-        problem = f"no such folder (from {os.getcwd()}), nor to be had from the Hugging Face Hub"
-        problem += " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
-        if os.path.isdir(path):
-            problem = "transformers cannot read its config.json"
-        raise UserError(f"model {path}: {problem}: {reason}") from error
+        raise UserError(
+            f"model {path} has no configuration to read (an adapter goes as BASE+ADAPTER): "
+            f"{one_line(error)}"
+        ) from error
+    if scheme := getattr(config, "quantization_config", None):
+        kind = scheme.get("quant_method") if isinstance(scheme, dict) else scheme
+        raise UserError(
+            f"model {path} is stored quantized ({kind}): its tensors are codes, not weights; take "
+            "an unquantized checkpoint"
+        )
     opened = Checkpoint.open(path) if weights and os.path.isdir(path) else None
     return opened if model.lora is None else None
 
 
 def check_tokenizer_source(config: MergeConfiguration) -> None:
-    """Raise UserError if the model of `tokenizer_source` is missing or has no tokenizer."""
+    """Raise UserError if a folder of `tokenizer_source` has no tokenizer.
+
+    For some architectures transformers would make one up.
+    """
     source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
-    models = [config.base_model if source == "base" else source] if source else []
-    if source == "union":
-        models = config.referenced_models()
-    for path in [model.model.path for model in models]:
-        if os.path.isdir(path):
-            if not _has_tokenizer(path):
-                raise UserError(
-                    f"`tokenizer_source` is {source}: model {path} has no tokenizer files "
-                    "(tokenizer.json ...); use `base`, or copy them there if it is in no store"
-                )
-        elif not may_be_on_the_hub(path):
-            raise UserError(f"`tokenizer_source` {source}: no folder {path} (from {os.getcwd()})")
+    models = config.referenced_models() if source == "union" else [source] if source else []
+    for model in [config.base_model if model == "base" else model for model in models]:
+        path = model.model.path
+        if os.path.isdir(path) and not _has_tokenizer(path):
+            raise UserError(
+                f"`tokenizer_source` is {source}: model {path} has no tokenizer files "
+                "(tokenizer.json ...); use `base`, or copy them there if it is in no store"
+            )
 
 
 def _has_tokenizer(path: str) -> bool:
@@ -227,45 +224,10 @@ def _has_tokenizer(path: str) -> bool:
 
 def check_model_place(path: str) -> None:
     """Raise UserError if a model can be neither in its folder nor on the Hub."""
-    if not os.path.exists(path) and not may_be_on_the_hub(path):
+    if not os.path.isdir(path) and not may_be_on_the_hub(path):
         raise UserError(
-            f"model {path}: no such folder (from {os.getcwd()}); recipes expand neither `~` nor "
-            "`$`, and those of a store are run where they lie, as STORE/recipes/NAME.yml"
+            f"model {path}: no such folder (from {os.getcwd()}); recipes expand neither `~` nor `$`"
         )
-
-
-def _check_config(path: str, base: str, any_architecture: bool) -> None:
-    """Raise UserError unless a folder is an unquantized model of the base's architecture."""
-    if not os.path.isfile(os.path.join(path, "config.json")):
-        found = ", ".join(weight_files(path)) or "no weight file"
-        raise UserError(
-            f"model {path}: no config.json in this folder (found {found}); expected a Hugging Face "
-            "model folder, or an adapter as BASE+ADAPTER"
-        )
-    config = _read_config(path)
-    architectures, expected = (c.get("architectures") for c in (config, _read_config(base)))
-    if architectures and expected and architectures != expected and not any_architecture:
-        raise UserError(
-            f"model {path} is a {', '.join(architectures)}, the base {base} a "
-            f"{', '.join(expected)}: expected one architecture (or --allow-crimes)"
-        )
-    if scheme := config.get("quantization_config"):
-        kind = scheme.get("quant_method") if isinstance(scheme, dict) else scheme
-        raise UserError(
-            f"model {path} is stored quantized ({kind}): its tensors are codes, not weights; take "
-            "an unquantized checkpoint (an adapter goes as BASE+ADAPTER)"
-        )
-
-
-def _read_config(path: str) -> dict[str, Any]:
-    file = Path(path, "config.json")
-    if not file.is_file():
-        return {}
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON ({error}); download it again") from error
-    return values if isinstance(values, dict) else {}
 
 
 def check_adapter_place(path: str) -> None:
