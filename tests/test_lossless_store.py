@@ -259,7 +259,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "over itself": ("build {l} {o} --lossless", "is a vector of a store: list the model"),
     "float32": ("build {f} {o} --lossless", "`math` has float32, the base float32. Save all"),
     "a wide base": ("build {w} {o} --lossless", "`math` has bfloat16, the base float32. Save all"),
-    "an adapter and a budget": ("add {s} {a} --task new --budget 9", "is an adapter: fuse it"),
+    "an adapter and a budget": ("add {s} {a} --task new --budget 9", "is an adapter: merge it"),
 }
 
 

@@ -37,11 +37,12 @@ def test_commands(command: str, world: World, tmp_path: Path) -> None:
     words = [*command.split(), str(write(document, out)), str(out)]
     if command == "mergekit-multi":
         words[-1:] = ["-I", str(tmp_path), "--out-path", str(out), "--lazy-unpickle"]
+        words += ["--lora-merge-cache", str(tmp_path / "cache")]
     done = processes.run(words, tmp_path)
     assert done.code == 0, done.err
     for text in ("Cosines", "Encoder weights", "Retained energy", "Written to", *TASKS):
         assert text in done.out
-    told = "--lazy-unpickle: without effect on our methods" in done.err
+    told = "--lazy-unpickle, --lora-merge-cache: without effect on our methods" in done.err
     assert told == ("--lazy-unpickle" in words)
     assert "\r" not in done.err and "Merged model: 100%" in done.err  # no terminal
     assert {path.name for path in tmp_path.iterdir()} == {"out", "out.yml"}

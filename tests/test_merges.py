@@ -186,8 +186,6 @@ Merged = tuple[Tensors, Mapping[str, Any], Result | None]
 
 def by_command(case: Case, models: Models, out: Path) -> Merged:
     args, result = list(case.args), Result(out)
-    if case.models == "adapters":
-        args += ["--lora-merge-cache", str(out.with_name("fused"))]
     if case.driver == "tvb merge":
         tvb("merge", write(case.document(models), out), out, "--quiet", *args)
     else:

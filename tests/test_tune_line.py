@@ -96,9 +96,8 @@ def test_every_point_is_what_mergekit_writes(case, models, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("what", ["a store", "adapters"])
 def test_other_inputs(what: str, tmp_path: Path) -> None:
-    """Bases of a store, and adapters, which mergekit fuses into one folder for line and merge."""
+    """Bases of a store, and adapters."""
     base, listed = family(tmp_path / "in", dtypes=[torch.bfloat16])
-    options: list[str] = []
     if what == "a store":
         path = tmp_path / "build.yml"
         path.write_text(yaml.safe_dump(recipe("basis_ta", base, listed, dtype=None, **BALANCED)))
@@ -110,15 +109,13 @@ def test_other_inputs(what: str, tmp_path: Path) -> None:
         for seed, task in enumerate(TASKS[:3]):
             train(base, tmp_path / task, seed, target_modules=LINEAR)
             adapters.append(f"{base}+{tmp_path / task}")
-        options = ["--lora-merge-cache", str(tmp_path / "fused")]
         path = tmp_path / "r.yml"
         path.write_text(yaml.safe_dump(recipe("basis_ta", base, adapters, **BALANCED)))
-        tuned = read_tuned(str(path), Options(lora_merge_cache=options[1]))
+        tuned = read_tuned(str(path), Options())
         assert len(tuned.identity()["checkpoints"]) == 4
-        exact = Options(lora_merge_cache=options[1], lora_merge_dtype="float32")
-        assert read_tuned(str(path), exact).identity() != tuned.identity()
-    made = merge(tuned.at(0.55), tmp_path / "merged", *options).tensors
-    assert moved_as_merged(tuned, tmp_path / "line", {0.55: made}) == len(made)
+    made = merge(tuned.at(0.55), tmp_path / "merged").tensors
+    moves = [name for name in made if what == "a store" or "proj" in name]
+    assert moved_as_merged(tuned, tmp_path / "line", {0.55: made}) == len(moves)
 
 
 def rewritten(folder: Path, **changed: Tensor | None) -> None:

@@ -241,7 +241,13 @@ def adapters(
         change = train(base, folder / task, seed=seed, **config)
         listed.append(f"{base}+{folder / task}")
         states.append({name: tensor + change[name] for name, tensor in states[0].items()})
-    return Models(base, listed, states, loader=CAUSAL)
+    changed = {
+        name
+        for state in states[1:]
+        for name in state
+        if not state[name].equal(start[name].double())
+    }
+    return Models(base, listed, states, copied=frozenset(start) - changed, loader=CAUSAL)
 
 
 def a_store(

@@ -10,8 +10,8 @@ import click
 from click import argument, option
 
 from tvb_mergekit.cli.options import (
-    ACCESS,
     COUNT,
+    MODELS,
     PLACE,
     SEED,
     SHARE,
@@ -92,7 +92,7 @@ def method(*options: Body) -> Body:
         def run(**values: Any) -> None:
             _learn(described.__name__, **values)
 
-        shared = ("base", "device", "memory", *ACCESS, "quiet")
+        shared = ("base", "device", "memory", *MODELS, "quiet")
         for each in reversed((*EVERY, *options)):
             each(run)
         return command(*shared, group=learn, writes="out")(run)
@@ -185,5 +185,5 @@ def _learn(name: Any, base: str | None, **values: Any) -> None:
     recipe = context.parent.params["recipe"]
     values["device"] = str(device_of(values["device"]))
     document = document_of(recipe, "add" if os.path.isdir(recipe) else None, base)
-    options = Options(**{k: values.pop(k) for k in (*ACCESS, "device", "quiet")})
+    options = Options(**{k: values.pop(k) for k in (*MODELS, "device", "quiet")})
     run(Request(document=document, method=name, options=options, **values))

@@ -9,8 +9,8 @@ import click
 from click import argument, option
 
 from tvb_mergekit.cli.options import (
-    ACCESS,
     DTYPES,
+    MODELS,
     PLACE,
     RECIPE_OR_STORE,
     base_of,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tvb_mergekit.store.store import Bases
 
 
-@command("base", "device", "multi_gpu", "memory", *ACCESS, "quiet", writes="out", several=True)
+@command("base", "device", "multi_gpu", "memory", *MODELS, "quiet", writes="out", several=True)
 @argument("recipe", metavar="RECIPE|STORE", type=RECIPE_OR_STORE)
 @argument("out", type=PLACE)
 @option("--method", metavar="NAME", help="For a STORE: add, ties, iso, tsvm, wudi, forget-TASK.")
@@ -75,8 +75,7 @@ def merge(
         from tvb_mergekit.plugin.lora import merge_to_adapter
 
         document, dtype = document_of(recipe, method, base), dtype_of(values["dtype"])
-        options = model_options(values)
-        merge_to_adapter(document, out, dtype or torch.float32, engine_of(values), options)
+        merge_to_adapter(document, out, dtype or torch.float32, model_options(values))
         click.echo(f"Written to {out}")
         return
     if values["dtype"]:

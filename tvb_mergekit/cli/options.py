@@ -121,18 +121,11 @@ OPTIONS = {
     "base": click.option("--base", type=PLACE, help="The base model, if the store's path is old."),
     "trust_remote_code": flag("--trust-remote-code", help="Let models run their own code."),
     "allow_crimes": flag("--allow-crimes", help="mergekit's: architectures may differ."),
-    "lora_merge_cache": folder("--lora-merge-cache", help="For fused adapters."),
-    "lora_merge_dtype": click.option(
-        "--lora-merge-dtype", type=DTYPES, help="Dtype of fused adapters; by default the base's."
-    ),
     "transformers_cache": folder("--transformers-cache", help="For downloaded models."),
-    "fuse": flag("--fuse", help="Fuse adapters into models before anything else."),
     "quiet": flag("--quiet", help="No progress bars."),
     "verbose": flag("-v", "--verbose", help="Print the duration of each phase."),
 }
-LORA = ("lora_merge_cache", "lora_merge_dtype")
-ACCESS = ("trust_remote_code", "allow_crimes", *LORA, "transformers_cache")
-MODELS = (*ACCESS, "fuse")
+MODELS = ("trust_remote_code", "allow_crimes", "transformers_cache")
 
 
 def command(

@@ -10,7 +10,7 @@ import click
 from click import argument, option
 
 from tvb_mergekit.cli.options import (
-    ACCESS,
+    MODELS,
     PLACE,
     POSITIVE,
     RECIPE_OR_STORE,
@@ -84,7 +84,7 @@ def score(paths: tuple[str, ...], out: str | None, **values: Any) -> None:
         click.echo(f"Written to {out}")
 
 
-@command("memory", "device", *ACCESS, "quiet", writes="out")
+@command("memory", "device", *MODELS, "quiet", writes="out")
 @argument("recipe", type=RECIPE_OR_STORE)
 @option("--tasks", required=True, metavar="T1,T2", help="lm-eval's tasks or groups.")
 @folder("--out", required=True, help="Folder for the results; see below.")

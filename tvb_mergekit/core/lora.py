@@ -31,13 +31,30 @@ class Factors:
         return self.left.shape[0], self.right.shape[1]
 
 
+def no_factors(rows: int, columns: int) -> Factors:
+    """The zero matrix."""
+    return Factors(torch.empty(rows, 0), torch.empty(0, columns))
+
+
+def cores_of(updates: Sequence[Factors]) -> tuple[Tensor, Tensor, Tensor]:
+    """P [m, p], the cores C_i [T, p, q] and Q [n, q], float64: each update is P C_i Q^T.
+
+    Orthonormal P and Q (QR) span the columns of all `left` and the rows of all `right`, so p and q
+    are at most the sum of all ranks. Whatever commutes with P and Q may work on the cores.
+    """
+    left = torch.linalg.qr(torch.cat([each.left for each in updates], 1).double()).Q
+    right = torch.linalg.qr(torch.cat([each.right for each in updates]).T.double()).Q
+    cores = [(left.T @ u.left.double()) @ (u.right.double() @ right) for u in updates]
+    return left, torch.stack(cores), right
+
+
 def factor_gram(updates: Sequence[Mapping[str, Factors]]) -> GramSums:
     """The Gram matrix [T, T] float64 of T task vectors, each given by the factors of its matrices.
 
     A matrix without factors counts as zero; `num_parameters` counts matrices with factors of any
     task. Costs O(R^2 (out + in)) a matrix for the sum R of the ranks.
     """
-    sums = GramSums(torch.zeros(len(updates), len(updates), dtype=torch.float64))
+    sums = GramSums.zero(len(updates))
     # Sorted: sums must not depend on the order of files.
     for name in sorted({name for update in updates for name in update}):
         owners = [i for i, update in enumerate(updates) if name in update]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,10 +16,10 @@ from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.settings import VARYING_KEYS
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.plugin.recipe import Recipe
-from tvb_mergekit.plugin.sources import Candidate, Changed
-from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint
+from tvb_mergekit.plugin.sources import Candidate, Changed, Source
+from tvb_mergekit.tensors.checkpoint import DTYPES
 from tvb_mergekit.tensors.stream import Item, Part, whole_parts
-from tvb_mergekit.tensors.taskset import check_share, why_left_out
+from tvb_mergekit.tensors.taskset import UNCHANGED, check_share, why_left_out
 
 LOG = logging.getLogger(__name__)
 Load = Callable[[], Sequence[Tensor]]  # the base's tensor, then those of the models
@@ -39,10 +40,12 @@ class MergedTensors:
         tunables: `lambda`, `alpha`, `density` -> all values of it.
         fresh: Makes the item of a tensor that is loaded whole again, for one pass.
         changed: The tensors that count and that a tokenizer changes.
+        zeros: Tensors of the base that take part although no adapter changes them.
+        unchanged: Other tensors that no adapter changes -> their elements.
     """
 
     recipe: Recipe
-    checkpoints: Mapping[ModelReference, Checkpoint]
+    checkpoints: Mapping[ModelReference, Source]
     out_dtype: str | None
     saved_dtype: str | None = None
     tied: bool = False
@@ -53,6 +56,8 @@ class MergedTensors:
     tunables: dict[str, set[float]] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
     fresh: dict[str, Callable[[], Item]] = field(default_factory=dict)
+    zeros: Collection[str] = ()
+    unchanged: dict[str, int] = field(default_factory=dict)
     _first: dict[tuple[str | None, ...], Item] = field(default_factory=dict)
 
     def fill(self, candidates: Iterable[Candidate]) -> None:
@@ -104,6 +109,8 @@ class MergedTensors:
             absent = left_out.get(str(base.name), left_out.get(name, "not in the store"))
         rule = functools.partial(why_left_out, name, recipe.settings, recipe.tasks, absent=absent)
         reason = rule(base, models)
+        if reason == UNCHANGED and base.name in self.zeros:
+            reason = None
         fresh: Callable[[], Sequence[Part]] | None = None
         if whole is not None and not (reason and base.shape):
             load = functools.partial(whole.load, reason is not None)
@@ -114,6 +121,9 @@ class MergedTensors:
         if reason is not None:
             self.left_out[name] = reason
             models = []
+        if reason == UNCHANGED:
+            place = self.checkpoints[recipe.base].canonical(base.name) if base.name else name
+            self.unchanged[place] = math.prod(base.shape or ())
         assert base.shape is not None
         inputs = [part for part in models if part is not None]
         mean = _mean(recipe, name, base.shape, inputs)

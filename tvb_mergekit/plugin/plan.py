@@ -70,7 +70,9 @@ class Plan:
 
     @property
     def base(self) -> Checkpoint:
-        return self.tensors.checkpoints[self.recipe.base]
+        base = self.tensors.checkpoints[self.recipe.base]
+        assert isinstance(base, Checkpoint)
+        return base
 
     @property
     def basis(self) -> Combination:
@@ -98,7 +100,7 @@ class Plan:
         counted = [item for item in self.items() if item.counted_as == item.name]
         facts = (tensors.left_out, tensors.same_as, tensors.out_dtype)
         tasks = recipe.task_set(counted, self.base, sources, *facts)
-        tasks.folder = self.base.folder
+        tasks.folder, tasks.unchanged = self.base.folder, sum(tensors.unchanged.values())
         if bases is not None and not tensors.changed:
             # The store knows G where the same tensors count.
             held = {part.name for item in counted for part in item.inputs[:1]}

@@ -8,17 +8,14 @@ are checked before a tensor is read or a file downloaded.
 from __future__ import annotations
 
 import functools
-import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-import torch
 from mergekit.architecture import get_architecture_info
-from mergekit.common import ModelReference, dtype_from_name
+from mergekit.common import ModelReference
 from mergekit.config import ConfigReader, MergeConfiguration, OutputSliceDefinition
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
@@ -31,48 +28,49 @@ from tvb_mergekit.plugin import replaced
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.items import MergedTensors
 from tvb_mergekit.plugin.plan import Plan, engine_of
-from tvb_mergekit.plugin.recipe import Recipe
-from tvb_mergekit.plugin.sources import (
-    ORIGIN,
-    Loaders,
-    candidate,
-    files_of,
-    fresh_loaders,
-    fused_folder,
-    install_loader,
-    origin_of,
-)
+from tvb_mergekit.plugin.recipe import Recipe, identity_of
+from tvb_mergekit.plugin.sources import Loaders, candidate, fresh_loaders, install_loader
 from tvb_mergekit.progress import phase
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.adapter import check_embeddings
+from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint
-from tvb_mergekit.tensors.output import check_disk
+from tvb_mergekit.tensors.peft_files import MERGE_FIRST, open_adapter
+
+PLUS = "mergekit reads `+` in a model as MODEL+ADAPTER, of PEFT"
 
 
 @contextmanager
-def planned(document: Document, options: MergeOptions, memory: int | None = None) -> Iterator[Plan]:
+def planned(
+    document: Document,
+    options: MergeOptions,
+    memory: int | None = None,
+    zeros: Collection[str] = (),
+) -> Iterator[Plan]:
     """The plan of a merge, which may be run within the context.
 
     The document is used up: mergekit rewrites its configuration.
 
     Args:
         memory: Bytes that the passes may allocate. None: TVB_MERGEKIT_BLOCK_MB.
+        zeros: Tensors that take part although no adapter changes them.
 
     Raises:
         UserError, MergeRefused: a reason that stops the merge before its first pass.
     """
     with fresh_loaders():
-        yield _plan(document, options, memory)
+        yield _plan(document, options, memory, zeros)
 
 
-def plan_only(document: Document, options: MergeOptions) -> Plan:
+def plan_only(document: Document, options: MergeOptions, zeros: Collection[str] = ()) -> Plan:
     """The plan of a merge that nothing will run; see `planned`."""
-    with planned(document, options) as plan:
+    with planned(document, options, zeros=zeros) as plan:
         return plan
 
 
 @refusing(planning=True)
-def _plan(document: Document, options: MergeOptions, memory: int | None) -> Plan:
+def _plan(
+    document: Document, options: MergeOptions, memory: int | None, zeros: Collection[str]
+) -> Plan:
     engine, world = engine_of(options, memory), ranks.world()
     loaders, planner = world.first(lambda: _opened(document, options))
     recipe = document.recipe.over(loaders[document.recipe.base].checkpoint)
@@ -82,8 +80,12 @@ def _plan(document: Document, options: MergeOptions, memory: int | None) -> Plan
     held = {model: loader.checkpoint for model, loader in loaders.items()}
     configs = (model.config(trust_remote_code=options.trust_remote_code) for model in loaders)
     tied = all(getattr(config, "tie_word_embeddings", False) for config in configs)
-    tensors = MergedTensors(recipe, held, document.dtype, document.config.out_dtype, tied)
+    dtypes = document.dtype, document.config.out_dtype
+    tensors = MergedTensors(recipe, held, *dtypes, tied, zeros=zeros)
     tensors.fill(candidate(held, w, task, tokenizer, options) for w, task in planner._tensors)
+    for weights in held.values():
+        if isinstance(weights, Adapter):
+            weights.check_claimed()
     made = planner.arch_info, planner.out_model_config
     return Plan(recipe, options, engine, loaders, tensors, tokenizer, *made)
 
@@ -116,10 +118,36 @@ def _opened(document: Document, options: MergeOptions) -> tuple[Loaders, MergePl
             f"`tokens` of `tokenizer`: {listed(forced)}: `force` makes rows of weights, and the "
             "vectors of a store are differences; leave `force` out, or merge the models themselves"
         )
-    LoaderCache().setup(options=options)
-    loaders = {model: install_loader(model, found) for model, found in (opened | held).items()}
-    recipe.check_base(loaders[recipe.base].checkpoint)
+    base = opened[recipe.base] or _local(recipe.base, options)
+    loaders = {recipe.base: install_loader(recipe.base, base)}
+    recipe.check_base(base)
+    for task, model in zip(recipe.tasks, recipe.models, strict=True):
+        found = held.get(model) or opened[model]
+        if model.lora is not None:
+            found = _opened_adapter(model, task, recipe.base, base, found, options)
+        loaders[model] = install_loader(model, found or _local(model, options))
     return loaders, planned_by_mergekit(document.config, options)
+
+
+def _local(model: ModelReference, options: MergeOptions) -> Checkpoint:
+    """A model, which is downloaded if it is a name on the Hub."""
+    return Checkpoint.open(model.local_path(options.transformers_cache))
+
+
+def _opened_adapter(
+    model: ModelReference,
+    task: str,
+    base: ModelReference,
+    opened: Checkpoint,
+    under: Checkpoint | None,
+    options: MergeOptions,
+) -> Adapter:
+    """The adapter of a model, over the opened base or over another model."""
+    bare = ModelReference(model=model.model)
+    is_base = identity_of(bare) == identity_of(base)
+    under = opened if is_base else under or _local(bare, options)
+    place = ModelReference(model=model.lora).local_path(options.transformers_cache)
+    return open_adapter(place, opened, under, task)
 
 
 def planned_by_mergekit(config: MergeConfiguration, options: MergeOptions) -> MergePlanner:
@@ -175,15 +203,17 @@ def check_model(
         weights: whether its weight files are opened.
 
     Returns:
-        The open checkpoint; None for an adapter, a name on the Hub, or without `weights`.
+        The open checkpoint, of an adapter that of its model; None for a name on the Hub, or
+        without `weights`.
 
     Raises:
         UserError: a folder, its configuration or its weights are missing or damaged.
     """
     path = model.model.path
+    if model.lora is not None and model == base:
+        raise UserError(f"`base_model` {base} is a base and an adapter; {MERGE_FIRST}")
     if model.lora is not None:
-        dtype = options.lora_merge_dtype
-        _check_adapter(model, options.lora_merge_cache, dtype and dtype_from_name(dtype))
+        check_adapter_place(model.lora.path)
     check_model_place(path)
     try:
         config = model.config(trust_remote_code=options.trust_remote_code)
@@ -198,8 +228,7 @@ def check_model(
             f"model {path} is stored quantized ({kind}): its tensors are codes, not weights; take "
             "an unquantized checkpoint"
         )
-    opened = Checkpoint.open(path) if weights and os.path.isdir(path) else None
-    return opened if model.lora is None else None
+    return Checkpoint.open(path) if weights and os.path.isdir(path) else None
 
 
 def check_tokenizer_source(config: MergeConfiguration) -> None:
@@ -234,7 +263,7 @@ def check_adapter_place(path: str) -> None:
     """Raise UserError if an adapter can be neither in its folder nor on the Hub."""
     if os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, "adapter_config.json")):
-            raise UserError(f"adapter {path}: no adapter_config.json; expected a PEFT adapter")
+            raise UserError(f"adapter {path}: no adapter_config.json; {PLUS}")
         return
     there = may_be_on_the_hub(path)
     if there and os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
@@ -242,42 +271,8 @@ def check_adapter_place(path: str) -> None:
     if not there:
         raise UserError(
             f"adapter {path}: no such folder (from {os.getcwd()}), nor to be had from the Hugging "
-            "Face Hub; mergekit reads `+` in a model as MODEL+ADAPTER"
+            f"Face Hub; {PLUS}"
         )
-
-
-def _check_adapter(model: ModelReference, cache: str | None, dtype: torch.dtype | None) -> None:
-    """Check an adapter and mergekit's fused copy: mergekit accepts a cut, old or other copy."""
-    assert model.lora is not None
-    if not cache:
-        raise UserError(f"model {model} has an adapter: give --lora-merge-cache DIR for its fusion")
-    check_adapter_place(model.lora.path)
-    files = files_of(model)
-    for file in files:
-        if file.name.startswith("adapter_model."):
-            Checkpoint.open(file)
-    base = Checkpoint.open(model.model.path) if os.path.isdir(model.model.path) else None
-    if base is not None:
-        check_embeddings(base, Path(model.lora.path))
-    fused = fused_folder(model, cache)
-    if not fused.exists():
-        if base is not None:
-            infos = base.tensors.values()
-            check_disk(cache, sum(i.numel * (dtype or i.dtype).itemsize for i in infos))
-        return
-    copy = f"model {model}: its fused copy in {fused}"
-    try:
-        opened = Checkpoint.open(fused)
-        written = min(Path(fused, shard).stat().st_mtime for shard in opened.shards)
-    except UserError as error:
-        raise UserError(f"{copy} was cut while it was written; delete it ({error})") from error
-    if (record := fused / ORIGIN).is_file():
-        if json.loads(record.read_text(encoding="utf-8")) != origin_of(files):
-            raise UserError(f"{copy} is of another adapter or base, or of older ones; delete it")
-    elif any(file.stat().st_mtime > written for file in files):  # made by mergekit alone
-        raise UserError(f"{copy} is older than the adapter or the base; delete it")
-    if dtype and dtype not in {info.dtype for info in opened.tensors.values()}:
-        raise UserError(f"{copy} is not in {dtype}, the --lora-merge-dtype; delete it")
 
 
 def input_folders(recipe: Recipe) -> Sequence[str]:

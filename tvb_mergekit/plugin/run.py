@@ -47,7 +47,8 @@ from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards,
 LOG = logging.getLogger(__name__)
 # mergekit's options for its own task graph, which none of our methods runs.
 WITHOUT_EFFECT = set(
-    "async_write clone_tensors lazy_unpickle low_cpu_memory read_to_gpu write_threads".split()
+    "async_write clone_tensors lazy_unpickle lora_merge_cache lora_merge_dtype low_cpu_memory "
+    "read_to_gpu write_threads".split()
 )
 
 
@@ -185,7 +186,7 @@ def check_place(out: str, recipe: Recipe, options: MergeOptions) -> None:
     given = options.model_dump(include=WITHOUT_EFFECT, exclude_defaults=True)
     if given and not options.gpu_rich and not options.quiet:  # --gpu-rich sets some of them
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
-        LOG.warning("%s: without effect on our methods, which stream tensors", names)
+        LOG.warning("%s: without effect on our methods, which stream models and adapters", names)
     if not options.safe_serialization:
         LOG.warning("--no-safe-serialization: our methods write safetensors all the same")
 

@@ -7,18 +7,20 @@ lives as long as the process, and would show old weights of a rewritten file. me
 
 from __future__ import annotations
 
-import json
-import shutil
+import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from mergekit.architecture import WeightInfo
-from mergekit.architecture.conversion import can_convert_checkpoint_keys
+from mergekit.architecture.conversion import (
+    can_convert_checkpoint_keys,
+    convert_checkpoint_tensors,
+)
 from mergekit.common import ModelReference
 from mergekit.graph import Executor, TaskUniverse
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex, ShardInfo
@@ -28,13 +30,12 @@ from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 from torch import Tensor
 
-from tvb_mergekit.atomic import write_file
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.tensors.adapter import CONFIG
-from tvb_mergekit.tensors.checkpoint import Checkpoint, weight_files
+from tvb_mergekit.tensors.adapter import Adapter
+from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.stream import Part
 
-ORIGIN = "tvb_origin.json"  # in the folder of a fused adapter
+Source = Checkpoint | Adapter
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Candidate:
 
 
 def candidate(
-    checkpoints: Mapping[ModelReference, Checkpoint],
+    checkpoints: Mapping[ModelReference, Source],
     weight: WeightInfo,
     task: Any,
     tokenizer: Any,
@@ -75,25 +76,94 @@ def candidate(
     parts: dict[ModelReference, Part | None] = {}
     loads: list[Callable[[], Tensor]] = []
     converted = False
-    for model, checkpoint in checkpoints.items():
+    for model, weights in checkpoints.items():
         info = gather.weight_info[model]
         names = [info.name, *(info.aliases or ()), *(info.tied_names or ())]
-        if name := next((n for n in names if n in checkpoint.tensors), None):
-            parts[model] = Part.of(checkpoint, name)
-            loads.append(partial(checkpoint.tensor, name))
-            continue
+        name = next((n for n in names if n in weights.tensors), None)
         kind = model.config(trust_remote_code=options.trust_remote_code).model_type
-        able = any(can_convert_checkpoint_keys(kind, set(checkpoint.tensors), n) for n in names)
-        parts[model] = Part(torch.float32, _unread) if able else None
-        loads.append(LoadTensor(model=model, tensor=info.name, aliases=info.aliases).execute)
-        converted |= able
+        load = LoadTensor(model=model, tensor=info.name, aliases=info.aliases).execute
+        if isinstance(weights, Adapter) and (made := _made_of_changes(weights, kind, names)):
+            parts[model], load = made
+            converted = True
+        elif name is not None:
+            parts[model], load = Part.of(weights, name), partial(weights.tensor, name)
+        else:
+            able = any(can_convert_checkpoint_keys(kind, set(weights.tensors), n) for n in names)
+            parts[model] = Part(torch.float32, _unread) if able else None
+            converted |= able
+        loads.append(load)
     whole: Changed | Made | None = None
-    if isinstance(inputs, PermutedVocabulary | TruncatedVocabulary):
-        parts = {m: part and replace(part, shape=None) for m, part in parts.items()}
+    if isinstance(inputs, PermutedVocabulary | TruncatedVocabulary) and not _is_as_stored(
+        inputs, tokenizer, parts
+    ):
+        # mergekit changes weights, not differences.
+        parts = {m: part and replace(part, shape=None, holds="weight") for m, part in parts.items()}
         whole = Changed(weight.name, _stored_dtypes(inputs), checkpoints, tokenizer, options)
     elif converted:
         whole = Made(loads, options)
     return Candidate(weight, dict(task.parameters.items()), parts, whole)
+
+
+def _made_of_changes(
+    adapter: Adapter, kind: str | None, names: Sequence[str]
+) -> tuple[Part, Callable[[], Tensor]] | None:
+    """A tensor of experts whose difference mergekit would make of others, and what makes it.
+
+    The adapter may name experts as X's files do or in the other layout: one by one, or stacked.
+    None: X holds the tensor, and no expert of it has another name in the adapter.
+    """
+    part = Part(torch.float32, _unread, holds="delta")
+    for name in names:
+        if name in adapter.loose:
+            adapter.claimed.add(name)
+            return part, partial(adapter.change, name)
+    loose = {name: adapter.change for name in adapter.loose}
+    held = adapter.tensors
+    stored = {} if held.keys() & {*names} else dict.fromkeys(held, adapter.tensor)
+    for reads, shapes in ((loose, adapter.loose_shapes), (stored, adapter.shapes)):
+        for name in names if reads else ():
+            of = _origins(kind, shapes, name)
+            experts = {int(number) for each in of for number in _EXPERT.findall(each)}
+            if of and experts == {*range(len(experts))}:  # mergekit counts them, whatever they are
+                adapter.claimed |= of
+                if not of & (adapter.factors.keys() | adapter.dense.keys()):
+                    part = replace(part, factors=adapter.factors_of(next(iter(of))))
+                sources = {each: partial(reads[each], each) for each in of}
+                return part, partial(convert_checkpoint_tensors, kind, sources, name)
+    return None
+
+
+_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
+
+
+@functools.lru_cache(4096)
+def _origins(
+    kind: str | None, stored: frozenset[tuple[str, tuple[int, ...]]], name: str
+) -> frozenset[str]:
+    """The tensors, with their shapes, that mergekit makes a tensor of; empty if it cannot."""
+    shapes, found = dict(stored), set[str]()
+    if not can_convert_checkpoint_keys(kind, set(shapes), name):
+        return frozenset()
+
+    def take(each: str) -> Tensor:
+        found.add(each)
+        return torch.empty(shapes[each], device="meta")
+
+    convert_checkpoint_tensors(kind, {each: partial(take, each) for each in shapes}, name)
+    return frozenset(found)
+
+
+def _is_as_stored(inputs: Any, tokenizer: Any, parts: Mapping[ModelReference, Part | None]) -> bool:
+    """Whether mergekit would change a vocabulary tensor into itself."""
+    shapes = {part.shape for part in parts.values() if part is not None}
+    shape = shapes.pop() if len(shapes) == 1 else None
+    if shape is None or isinstance(inputs, TruncatedVocabulary):
+        return shape is not None
+    rows = shape[inputs.vocabulary_axis]
+    same = {row: row for row in range(rows)}
+    padded = rows % (inputs.pad_to_multiple_of or 1)
+    kept = all(tokenizer.permutations[model] == same for model in parts)
+    return kept and not padded and not dict(inputs.tokens or {})
 
 
 def _unread(start: int, stop: int, buffer: Tensor) -> Tensor:
@@ -119,7 +189,7 @@ class Changed:
 
     name: str
     inputs: Any
-    checkpoints: Mapping[ModelReference, Checkpoint]
+    checkpoints: Mapping[ModelReference, Source]
     tokenizer: Any
     options: MergeOptions
 
@@ -160,9 +230,9 @@ def _stored_dtypes(inputs: Any) -> Any:
 
 
 class MappedLoader(LazyTensorLoader):
-    """mergekit's loader interface over a `Checkpoint`: all shards open, nothing read ahead."""
+    """mergekit's loader interface over a model: all shards open, nothing read ahead."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Source) -> None:
         self.checkpoint = checkpoint
         self.read: set[str] = set()  # names that a merge asked for
         paths = {name: info.shard for name, info in checkpoint.tensors.items()}
@@ -181,7 +251,7 @@ class MappedLoader(LazyTensorLoader):
         for name in (key, *(aliases or ())):
             if name in self.checkpoint.tensors:
                 self.read.add(name)
-                return self.checkpoint.tensor(name).to(torch.device(device))
+                return self.checkpoint.whole(name).to(torch.device(device))
         if raise_on_missing:
             raise KeyError(key)
         return None
@@ -190,45 +260,8 @@ class MappedLoader(LazyTensorLoader):
 Loaders = Mapping[ModelReference, MappedLoader]  # the base's first
 
 
-def fused_folder(model: ModelReference, cache: str) -> Path:
-    """The folder of mergekit's fused copy, named by a hash of the paths as they are written."""
-    assert model.lora is not None
-    return Path(cache, f"{model.model._unique_id()}_{model.lora._unique_id()}")
-
-
-def files_of(model: ModelReference) -> list[Path]:
-    """The local files that a fused copy is made of."""
-    assert model.lora is not None
-    folders = (model.model.path, model.lora.path)
-    files = [Path(folder, name) for folder in folders for name in weight_files(folder)]
-    return files + [file for file in [Path(model.lora.path, CONFIG)] if file.is_file()]
-
-
-def origin_of(files: Sequence[Path]) -> list[list[Any]]:
-    """The record of these files; without folders, since a project may be moved with its copies."""
-    return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-
-
-def install_loader(model: ModelReference, opened: Checkpoint | None) -> MappedLoader:
-    """Map a model. Unless it is open, download it or fuse its adapter, as mergekit does."""
-    if opened is None:
-        stock = LoaderCache()
-        fused = None if model.lora is None else fused_folder(model, str(stock.lora_cache_dir))
-        new = fused is not None and not fused.exists()
-        origin = [] if fused is None else origin_of(files_of(model))  # before the files are read
-        try:
-            merged = model.merged(
-                cache_dir=stock.lora_cache_dir,
-                trust_remote_code=stock.trust_remote_code,
-                lora_merge_dtype=stock.lora_merge_dtype,
-            )
-        except BaseException:  # mergekit would take an empty folder for the fused copy
-            if fused is not None and new:
-                shutil.rmtree(fused, ignore_errors=True)
-            raise
-        if fused is not None and new:
-            write_file(fused / ORIGIN, json.dumps(origin).encode())
-        opened = Checkpoint.open(merged.local_path(cache_dir=stock.hf_cache_dir))
+def install_loader(model: ModelReference, opened: Source) -> MappedLoader:
+    """A loader that mergekit finds in place of its own, which would fuse an adapter."""
     LoaderCache.loaders[model] = loader = MappedLoader(opened)
     return loader
 

@@ -24,6 +24,7 @@ from tvb_mergekit.store.vectors import Vectors, facts_of, in_memory, write_vecto
 from tvb_mergekit.store.writer import StoreWriter, changing
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.output import check_new_folder
+from tvb_mergekit.tensors.peft_files import MERGE_FIRST
 from tvb_mergekit.tensors.taskset import TaskSet
 
 STEP = ("encoder", "decoder", "gram_bases")  # tensors of a step in basis.safetensors
@@ -104,8 +105,8 @@ def _compression(bases: Bases, inputs: TaskSet, growth: Growth) -> Compression:
     store, where = bases.facts.store, bases.place
     if store.codec == "lossless" and inputs.adapters:
         raise UserError(
-            f"{where} holds models, and that of task `{inputs.tasks[0]}` is an adapter: fuse it "
-            "first (--fuse --lora-merge-cache DIR)"
+            f"{where} holds models, and that of task `{inputs.tasks[0]}` is an adapter: "
+            + MERGE_FIRST
         )
     if store.compress is None and bases.vectors:
         raise UserError(

@@ -12,8 +12,10 @@ from torch import Tensor
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.store.store import Bases
+from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.layout import chunk_length
 from tvb_mergekit.tensors.lossless import MANTISSA, Draw, Keeping, Lossless
+from tvb_mergekit.tensors.peft_files import MERGE_FIRST
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -131,10 +133,10 @@ def check_kept(inputs: TaskSet, share: float) -> None:
         raise UserError(f"{key} keeps all tasks: leave out the keys of a basis, or the option")
     for task, source in zip(inputs.tasks, inputs.sources, strict=True):
         parts = [(item, item.inputs[inputs.tasks.index(task)]) for item in inputs.items]
-        if inputs.adapters:
+        if isinstance(source, Adapter):
             raise UserError(
-                f"{key} keeps entries of models, and that of task `{task}` is an adapter: fuse it "
-                "first (--fuse --lora-merge-cache DIR)"
+                f"{key} keeps entries of models, and that of task `{task}` is an adapter: "
+                + MERGE_FIRST
             )
         # The files and the other tensors of a lossless store would be lost.
         if isinstance(source, Lossless) or any(part.holds == "delta" for _, part in parts):

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from tvb_mergekit.core.basis import Combination
 from tvb_mergekit.core.bill import matrix_bytes
-from tvb_mergekit.core.lora import Factors
+from tvb_mergekit.core.lora import Factors, cores_of
 from tvb_mergekit.core.matrices import rounding_noise
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.core.settings import GLOBAL_KEYS, METHODS, Settings
 from tvb_mergekit.errors import UserError, counted, megabytes
 from tvb_mergekit.progress import silent
-from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import LEAST, combine_pass
 from tvb_mergekit.tensors.source import StateDict, Weights
@@ -162,9 +161,15 @@ def merge_matrices(
     encoder = merged_encoder(basis)
     rows, columns = item.shape[-2:]
     held = _bytes_of(basis.settings, encoder.shape[1], item)
-    for first in range(0, max(1, item.numel), max(1, rows * columns)):  # once if it is empty
+    starts = range(0, max(1, item.numel), max(1, rows * columns))  # one if it is empty
+    for number, first in enumerate(starts):
         matrix = item if len(item.shape) == 2 else slice_of(item, first, (rows, columns))
         within = Joined(sink, {item.name: (item, first)})
+        updates = item.updates(number) if item.factored else []
+        if updates and sum(each.rank for each in updates) < min(rows, columns):
+            merged, together = _by_cores(basis.settings, matrix, encoder, updates)
+            yield _add(matrix, merged, together, within, engine, scale, add_base)
+            continue
         merging = partial(_merged, basis.settings, matrix, encoder)
         yield merge_one(matrix, encoder, merging, held, within, engine, scale, add_base, summing)
 
@@ -204,46 +209,50 @@ def _by_inputs(
     return merged.T if turned else merged
 
 
-def merged_factors(basis: Combination, item: Item, adapters: Sequence[Adapter]) -> Factors:
+def merged_factors(basis: Combination, item: Item) -> Factors:
     """The factors of a merged matrix from those of its updates, without loss: no larger matrix.
 
-    Orthonormal P and Q (QR) span the columns of all `left` and the rows of all `right`. Each update
-    is P C_i Q^T, and its core C_i has at most as many rows and columns as the sum of all ranks. All
-    methods except TIES commute with P and Q, so the cores are merged instead of the matrices.
+    All methods except TIES commute with P and Q of `cores_of`: the cores are merged.
 
     Args:
-        item: with `tunables`, a matrix that one of the adapters changes.
-        adapters: [T].
+        item: with `tunables`, a matrix that is `factored`.
 
     Returns:
         Factors U S^1/2 and S^1/2 V^T, of as many directions as are not zero in float32.
     """
-    settings, values, (rows, columns) = basis.settings, item.tunables, item.shape
+    values = item.tunables
     assert values is not None
-    none = Factors(torch.empty(rows, 0), torch.empty(0, columns))
-    updates = [adapter.factors.get(item.name, none) for adapter in adapters]
-    left = torch.linalg.qr(torch.cat([each.left for each in updates], 1).double()).Q
-    right = torch.linalg.qr(torch.cat([each.right for each in updates]).T.double()).Q
-    merges = count_matrices(settings, item, basis.num_bases)
-    if merges:
-        encoder = merged_encoder(basis)
+    left, cores, right = cores_of(item.updates())
+    if count_matrices(basis.settings, item, basis.num_bases):
+        bases = _combined(cores, merged_encoder(basis))
+        core = _by_inputs(basis.settings, item, bases) * (values.lambda_ * basis.scale)
     else:
-        encoder = torch.zeros(len(adapters), 1, dtype=torch.float64)
-        for scale, weights in basis.terms(values.lambda_, values.alpha):
-            encoder[:, 0] += scale * weights
-    bases = torch.zeros(encoder.shape[1], left.shape[1], right.shape[1], dtype=torch.float64)
-    for each, shares in zip(updates, encoder, strict=True):
-        core = (left.T @ each.left.double()) @ (each.right.double() @ right)
-        for base, share in zip(bases, shares.tolist(), strict=True):
-            base.add_(core, alpha=share)
-    core = bases[0].float()
-    if merges:
-        core = _by_inputs(settings, item, bases.float()) * (values.lambda_ * basis.scale)
+        terms = [scale * w for scale, w in basis.terms(values.lambda_, values.alpha)]
+        core = _combined(cores, torch.stack(terms).sum(0)[:, None])[0]
     near, sizes, far = torch.linalg.svd(core.double(), full_matrices=False)
     rank = int((sizes > 1e-6 * sizes[:1].sum()).sum())
     roots = sizes[:rank].sqrt()
     halves = left @ (near[:, :rank] * roots), (roots[:, None] * far[:rank]) @ right.T
     return Factors(halves[0].float(), halves[1].float())
+
+
+def _combined(cores: Tensor, encoder: Tensor) -> Tensor:
+    """[M, p, q] float32 of [T, p, q] and [T, M]."""
+    return torch.einsum("tpq,tm->mpq", cores, encoder).float()
+
+
+def _by_cores(
+    settings: Settings, item: Item, encoder: Tensor, updates: Sequence[Factors]
+) -> tuple[Tensor, float]:
+    """D [m, n] of a matrix, and the length of all bases together, by the cores of its updates."""
+    left, cores, right = cores_of(updates)
+    bases = _combined(cores, encoder)
+    core = _by_inputs(settings, item, bases).double()
+    return (left @ core @ right.T).float(), _length(bases)
+
+
+def _length(bases: Tensor) -> float:
+    return sum(float(torch.linalg.vector_norm(base)) for base in bases)
 
 
 def input_noise(matrix: Item, bases: Tensor) -> list[float] | None:
@@ -280,10 +289,22 @@ def merge_one(
     engine = replace(engine, memory=max(LEAST, engine.budget - held), progress=silent)
     stacked = stacked_bases(matrix, encoder, engine, summing)
     with torch.no_grad():
-        together = sum(float(torch.linalg.vector_norm(base)) for base in stacked)
-        merged = merging(stacked).to("cpu").reshape(-1)
+        together, merged = _length(stacked), merging(stacked).to("cpu")
     del stacked
-    direction = Part.of(StateDict({matrix.name: merged}), matrix.name, "delta")
+    return _add(matrix, merged, together, sink, engine, scale, add_base)
+
+
+def _add(
+    matrix: Item,
+    merged: Tensor,
+    together: float,
+    sink: Sink,
+    engine: Engine,
+    scale: float,
+    add_base: bool,
+) -> bool:
+    """Write theta_0 (or 0) + scale * D; as `merge_one`."""
+    direction = Part.of(StateDict({matrix.name: merged.reshape(-1)}), matrix.name, "delta")
     step = Linear([[(scale, torch.ones(1, dtype=torch.float64))]], add_base)
     combine_pass([replace(matrix, inputs=(direction,))], {matrix.name: step}, sink, engine)
     return float(torch.linalg.vector_norm(merged)) > FAR * together

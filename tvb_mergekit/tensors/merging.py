@@ -12,6 +12,7 @@ from functools import partial
 
 from tvb_mergekit.core.basis import Basis, Combination, before_gram, build
 from tvb_mergekit.core.gram import NO_TENSOR, GramSums
+from tvb_mergekit.core.lora import Factors, factor_gram
 from tvb_mergekit.core.settings import MATRIX_METHODS
 from tvb_mergekit.core.trim import Histogram, table_bytes
 from tvb_mergekit.errors import UserError, listed, megabytes
@@ -46,13 +47,13 @@ def build_basis(tasks: TaskSet, engine: Engine = Engine()) -> Basis:
     found = _on_the_way(tasks, engine) if sums is None else None
     if found is not None and found[0].trims:
         before, summing = found
-        count_if_needed(before, tasks.items, engine, summing)
+        count_if_needed(before, tasks.items, engine, summing, tasks.unchanged)
         basis = basis_of(tasks, summing)
         basis.histogram, basis.seconds["trim"] = before.histogram, before.seconds["trim"]
         return basis
     basis = _encoded(tasks, sums_of(tasks, engine))
     basis.seconds["gram"] = time.perf_counter() - started - basis.seconds["encode"]
-    count_if_needed(basis, tasks.items, engine)
+    count_if_needed(basis, tasks.items, engine, zeros=tasks.unchanged)
     return basis
 
 
@@ -98,7 +99,7 @@ def _on_the_way(tasks: TaskSet, engine: Engine) -> tuple[Basis, RunningSums] | N
     None if the Gram matrix decides, or if the sums of very many tasks need a pass of their own.
     """
     before = before_gram(tasks.settings, tasks.tasks, tasks.weights)
-    if before is None:
+    if before is None or any(item.factored for item in tasks.items):
         return None
     summing = RunningSums(tasks.items, tasks.tasks)
     large = before.trims or before.settings.method in MATRIX_METHODS  # they may leave LEAST alone
@@ -107,8 +108,25 @@ def _on_the_way(tasks: TaskSet, engine: Engine) -> tuple[Basis, RunningSums] | N
 
 
 def sums_of(tasks: TaskSet, engine: Engine) -> GramSums:
-    """The unweighted Gram matrix of a task set, from a pass over the models if needed."""
-    return gram_pass(tasks.items, tasks.tasks, engine) if tasks.sums is None else tasks.sums
+    """The unweighted Gram matrix of a task set: known, of factors, and from a pass over the rest.
+
+    Raises:
+        UserError: no tensor counts, NaN or infinity.
+    """
+    if tasks.sums is not None:
+        return tasks.sums
+    factored = [item for item in tasks.items if item.factored]
+    read = [item for item in tasks.items if not item.factored]
+    if not factored:
+        return gram_pass(read, tasks.tasks, engine)
+    sums = factor_gram([_factors(factored, task) for task in range(len(tasks.tasks))])
+    return sums.plus(gram_pass(read, tasks.tasks, engine)) if read else sums
+
+
+def _factors(items: Sequence[Item], task: int) -> dict[str, Factors]:
+    """The factors of one task by tensor and number of the matrix."""
+    found = ((item.name, enumerate(item.inputs[task].factors or ())) for item in items)
+    return {f"{name}.{number}": each for name, of in found for number, each in of}
 
 
 def count_if_needed(
@@ -116,6 +134,7 @@ def count_if_needed(
     items: Sequence[Item],
     engine: Engine = Engine(),
     summing: RunningSums | None = None,
+    zeros: int = 0,
 ) -> None:
     """Count the magnitudes of the bases into `basis.histogram`, for TIES.
 
@@ -136,6 +155,7 @@ def count_if_needed(
         summing,
     )
     ranks.world().add_up(counted.counts)
+    counted.counts[:, 0] += zeros  # the bin of zero
     basis.histogram = counted
     basis.seconds["trim"] = time.perf_counter() - started
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from tvb_mergekit.core.lora import Factors
 
 Holds = Literal["weight", "delta"]
 SAMPLE = 1024  # elements at the start, middle and end of each tensor that enter a fingerprint
@@ -53,6 +55,14 @@ class Weights:
         info = self.tensors[name]
         flat = torch.empty(info.numel, dtype=info.dtype, device="cpu")
         return self.read(name, 0, info.numel, flat).view(info.shape)
+
+    def whole(self, name: str) -> Tensor:
+        """The complete weight, also of a source of differences that knows its base."""
+        return self.tensor(name)
+
+    def factors_of(self, name: str) -> Sequence[Factors] | None:
+        """The factors of each matrix of a tensor; () of a zero tensor, None if there are none."""
+        return None
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
         """Elements `start` to `stop` of the flattened tensor, thread-safe.

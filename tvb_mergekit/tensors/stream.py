@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Tunables
+from tvb_mergekit.core.lora import Factors, no_factors
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import CPU, host_memory
 from tvb_mergekit.tensors.layout import ALIGN, WRITES, Layout
@@ -40,6 +41,7 @@ class Part:
         shape: The shape of the stored tensor. None: unknown.
         share: The share of the elements in a random sample, see `Weights.share`.
         grain: Elements that are decoded together.
+        factors: Those of each matrix, see `Weights.factors_of`.
     """
 
     dtype: torch.dtype
@@ -51,6 +53,7 @@ class Part:
     shape: tuple[int, ...] | None = None
     share: float = 1.0
     grain: int = 1
+    factors: Sequence[Factors] | None = None
 
     @classmethod
     def of(cls, weights: Weights, name: str, holds: Holds = "weight") -> Part:
@@ -60,7 +63,7 @@ class Part:
             whole = whole_parts(lambda: [weights.tensor(name)], [info.dtype], info.numel)[0]
             return replace(whole, holds=holds, name=name, shape=info.shape)
         read, ahead = partial(weights.read, name), partial(weights.ahead, name)
-        known = name, info.shape, weights.share(name), weights.grain
+        known = name, info.shape, weights.share(name), weights.grain, weights.factors_of(name)
         return cls(info.dtype, read, weights.in_memory, ahead, holds, *known)
 
 
@@ -94,6 +97,16 @@ class Item:
     @property
     def parts(self) -> tuple[Part, ...]:
         return (*(() if self.base is None else (self.base,)), *self.inputs)
+
+    @property
+    def factored(self) -> bool:
+        """Whether the factors of all inputs are known."""
+        return all(part.factors is not None for part in self.inputs)
+
+    def updates(self, number: int = 0) -> list[Factors]:
+        """The factors of one matrix of a tensor that is `factored`, of each input."""
+        none = no_factors(*self.shape[-2:])
+        return [part.factors[number] if part.factors else none for part in self.inputs]
 
     @property
     def element_bytes(self) -> int:

@@ -19,7 +19,7 @@ from tvb_mergekit.tensors.stream import Item, Part
 
 QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
 ALIKE = "give models that were fine-tuned from this base, with their tensors named alike"
-EXCLUDED = "excluded by the recipe"
+EXCLUDED, UNCHANGED = "excluded by the recipe", "no adapter changes it"
 NO_WEIGHTS = StateDict({})
 
 
@@ -41,7 +41,7 @@ class TaskSet:
         norms: The norms of the unweighted task vectors of the models, [T]; empty if the inputs are
             models.
         missed: The norms of the sampling errors, [T]; empty likewise.
-        adapters: The models as low-rank factors, if all are.
+        unchanged: The elements of tensors that no adapter changes: zeros of each task vector.
         folder: The base's folder, for its config.json and tokenizer.
         varying: `lambda`, `alpha` and `density` as the recipe has them.
         dtype: The recipe's output dtype.
@@ -61,7 +61,7 @@ class TaskSet:
     sums: GramSums | None = None
     norms: Sequence[float] = ()
     missed: Sequence[float] = ()
-    adapters: Sequence[Adapter] = ()
+    unchanged: int = 0
     folder: Path | None = None
     varying: Mapping[str, Any] = field(default_factory=dict)
     dtype: str | None = None
@@ -83,6 +83,10 @@ class TaskSet:
         missed = torch.tensor(self.missed or [0.0] * len(self.tasks), dtype=torch.float64)
         return missed * torch.tensor(self.weights, dtype=torch.float64).abs()
 
+    @property
+    def adapters(self) -> list[Adapter]:
+        return [source for source in self.sources if isinstance(source, Adapter)]
+
     def check_unchanged(self) -> None:
         """Raise UserError if a file of the inputs was changed after it was opened."""
         for weights in (self.base, *self.sources):
@@ -102,7 +106,7 @@ class TaskSet:
     def own_dtype(self) -> torch.dtype:
         """The narrowest dtype of a store that holds every dtype of the models."""
         found = {part.dtype for item in self.items for part in item.inputs}
-        if self.adapters:  # their updates are float32
+        if len(self.adapters) == len(self.sources):  # their updates are float32
             found = set().union(*(adapter.dtypes for adapter in self.adapters))
         widest = functools.reduce(torch.promote_types, found or {torch.float32})
         return widest if widest in (torch.bfloat16, torch.float16) else torch.float32
@@ -148,6 +152,8 @@ def why_left_out(
             )
     if missing := [task for task, part in zip(tasks, models, strict=True) if part is None]:
         return absent or f"missing in {listed(missing)}"
+    if all(part is not None and part.factors == () for part in models):
+        return UNCHANGED
     for who, part in parts:
         if part is not None and not part.dtype.is_floating_point:
             return f"not floating point in {who} ({str(part.dtype).removeprefix('torch.')})"

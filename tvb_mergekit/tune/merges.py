@@ -114,8 +114,7 @@ class TunedRecipe:
         with refusing(planning=True):
             models = sorted(self._models(), key=str)
             files = {str(model): [_stamps(f) for f in self._folders(model)] for model in models}
-        fused = {"lora_merge_dtype": self.options.lora_merge_dtype}
-        return {"recipe": document, "checkpoints": files, **fused}
+        return {"recipe": document, "checkpoints": files}
 
     def _folders(self, model: ModelReference) -> list[Path]:
         cache = self.options.transformers_cache
