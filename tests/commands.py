@@ -20,7 +20,8 @@ from tiny import load
 from torch import Tensor
 
 from tvb_mergekit.cli import commands as cli
-from tvb_mergekit.plugin.document import parse
+from tvb_mergekit.store.recipes import templates
+from tvb_mergekit.store.store import base_of, read_store_facts
 
 MODULES = {
     "mergekit-yaml": "mergekit.scripts.run_yaml",
@@ -102,8 +103,9 @@ def write(recipes: Mapping[str, Any] | Sequence[Mapping[str, Any]], out: Path) -
 
 
 def ready(store: Path, name: str) -> dict[str, Any]:
-    """A ready recipe of a store, to be changed and written elsewhere."""
-    return parse(str(store / "recipes" / name)).single()
+    """The recipe of `tvb merge STORE --method NAME`, to be changed and written elsewhere."""
+    facts = read_store_facts(store)
+    return templates(facts, str(store), base_of(facts, store))[name]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

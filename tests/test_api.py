@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import assert_close
+from commands import assert_close, ready
 from reference import Dense, expect
 from tiny import TASKS
 from torch import Tensor, nn
@@ -117,7 +117,7 @@ def test_mistakes_are_user_errors(world: World, tmp_path: Path) -> None:
             call()
         assert message in str(caught.value) and "\n" not in str(caught.value), message
     tvb.build(base, models, tmp_path / "tuned", basis="none", lambda_=0.3, device="cpu")
-    assert "lambda: 0.3" in (tmp_path / "tuned/recipes/add.yml").read_text()
+    assert ready(tmp_path / "tuned", "add")["parameters"]["lambda"] == 0.3
 
 
 HOSTILE: list[Any] = [

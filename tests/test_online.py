@@ -402,18 +402,18 @@ def test_llamas_and_the_recipes_of_their_store(tmp_path, llamas):
 
     def run_recipe(name: str, expected: Array, skip: Array | None = None) -> None:
         made = {**ready(store, name), "dtype": "float32"}
-        found = merge(made, tmp_path / name.removesuffix(".yml")).tensors
+        found = merge(made, tmp_path / name).tensors
         split = naive.dense.split
         skipped = None if skip is None else {n: m.bool() for n, m in split(skip).items()}
         assert_close(found, split(expected), start, skip=skipped, strict=1e-5)
 
     dense, summed = naive.dense, naive.bases * naive.shares
     lambda_ = 0.4 * total / 4  # lambda_scale: tasks
-    run_recipe("add.yml", reference.addition(dense, summed, lambda_))
+    run_recipe("add", reference.addition(dense, summed, lambda_))
     want = reference.ties(dense, summed, lambda_)
-    run_recipe("ties.yml", want.merged, want.boundary.astype(float))
+    run_recipe("ties", want.merged, want.boundary.astype(float))
     gone = naive.rebuilt[:, [1]]
-    run_recipe("forget-t1.yml", reference.negation(dense, summed, gone, 0.0, 1.0))
+    run_recipe("forget-t1", reference.negation(dense, summed, gone, 0.0, 1.0))
     for folder in (store, tmp_path / "add"):
         shown = commands.tvb("inspect", folder).stdout
         assert all(f"t{i}" in shown for i in range(total))

@@ -145,7 +145,7 @@ def test_the_files_of_a_store(tmp_path: Path) -> None:
     assert {p.name for p in folder.parent.iterdir()} == {"store"}
     names = ["basis-000", "basis-001", "mean"]
     assert {p.name for p in folder.iterdir()} == {
-        "basis.json", "basis.safetensors", "recipes", *names,
+        "basis.json", "basis.safetensors", *names,
     }  # fmt: skip
     facts = json.loads((folder / "basis.json").read_text())
     assert facts["store"]["folders"] == names

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from commands import Result, assert_same, merge, ready, recipe, tvb
 from safetensors.torch import save_file
 from test_store import KINDS, SIZES, raw_family, read
@@ -20,7 +19,7 @@ from tvb_mergekit.errors import MergeRefused, UserError
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.plugin.inputs import Options, read_inputs
 from tvb_mergekit.store.build import build_store
-from tvb_mergekit.store.recipes import ALL_TASKS
+from tvb_mergekit.store.recipes import ALL_TASKS, templates
 
 
 def stored(made: Models, out: Path, own: Any = None, **keys: Any) -> Path:
@@ -141,7 +140,7 @@ def test_models_with_code_of_their_own(tmp_path: Path) -> None:
     assert_alike(merged, merge(document, tmp_path / "m", flag), found.states[0])
 
 
-# The recipes that a store is written with
+# The recipes of `tvb merge STORE --method`
 
 
 @pytest.mark.parametrize("kind", ["balanced", "ae"])
@@ -149,10 +148,10 @@ def test_lambda_1_means_as_much_before_and_after_a_task_joins(kind, world, tmp_p
     """Of methods whose lambda is 1: over balanced bases that of all task vectors."""
     found = world("llama")
     folder = stored(found, tmp_path / "store", **KINDS[kind])
-    before = [ready(folder, f"{name}.yml")["parameters"] for name in ("iso", "tsvm", "wudi")]
+    before = [ready(folder, name)["parameters"] for name in ("iso", "tsvm", "wudi")]
     new = found.listed[0]
     tvb("add", folder, new, "--task", "again", "--compress", kind, "--force", "--quiet")
-    after = [ready(folder, f"{name}.yml")["parameters"] for name in ("iso", "tsvm", "wudi")]
+    after = [ready(folder, name)["parameters"] for name in ("iso", "tsvm", "wudi")]
     scale = "tasks" if kind == "balanced" else "bases"
     assert before == after == [{"lambda": 1.0, "lambda_scale": scale}] * 3
 
@@ -162,17 +161,16 @@ def test_the_ready_recipes_run(world: World, tmp_path: Path) -> None:
     found, built = world("llama"), {**KINDS["pca"], "lambda": 0.25}
     folder = stored(found, tmp_path / "my store", **built)
     forgets = [f"forget-{task}" for task in TASKS]
-    assert {f.stem for f in (folder / "recipes").iterdir()} == {*ALL_TASKS, *forgets}
     kept = None
     for name in (*ALL_TASKS, forgets[0]):
-        document = ready(folder, f"{name}.yml")
+        document = ready(folder, name)
         keys, method = document["parameters"], document["merge_method"]
         lambda_ = 0.25 if name in ("add", "ties") else 1.0  # the recipe's is of another method
         forget = {"forget": TASKS[0], "alpha": 1.0, "lambda": 0}
         assert (forget if name in forgets else {"lambda": lambda_}).items() <= keys.items()
         rest = {k: v for k, v in document.items() if k not in ("merge_method", "parameters")}
         kept = kept or rest
-        assert method == ALL_TASKS.get(name, ("basis_negate",))[0] and rest == kept
+        assert method == ALL_TASKS.get(name, "basis_negate") and rest == kept
         if name in ("add", "wudi", forgets[0]):
             made = merge(document, tmp_path / name)
             want = found.merge(method, tmp_path / f"m-{name}", **KINDS["pca"], **keys)
@@ -186,9 +184,9 @@ def test_task_names_that_no_file_could_have(tmp_path: Path) -> None:
     own = {0: {"task": "a/b"}, 1: {"task": "A b"}, 2: {"task": "ü" * 300}, 3: {"task": "../x"}}
     built = build_store(read(base, models, own, **KINDS["balanced"]), tmp_path / "store")
     assert built.path is not None
-    files = list((built.path / "recipes").glob("forget-*.yml"))
-    names = {yaml.safe_load(file.read_text())["parameters"]["forget"] for file in files}
-    assert names == set(built.tasks) and len(files) == 4
+    every = templates(built.facts, "", "")
+    forgotten = [r["parameters"]["forget"] for n, r in every.items() if n.startswith("forget-")]
+    assert forgotten == list(built.tasks)
 
 
 def test_mergekit_merges_exported_bases(world: World, tmp_path: Path) -> None:

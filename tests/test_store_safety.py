@@ -1,7 +1,6 @@
 """A store that was damaged, moved, grown by a wrong model, or grown and taken back."""
 
 import hashlib
-import importlib
 import json
 import os
 import random
@@ -19,9 +18,8 @@ from unittest import mock
 import pytest
 import tiny
 import torch
-import yaml
 from click.testing import CliRunner
-from commands import MODULES, assert_close, contents, merge, ready, recipe, refused, tvb, write
+from commands import assert_close, contents, merge, ready, recipe, refused, tvb, write
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -132,7 +130,7 @@ def test_damage_is_named(name: str, here: Path) -> None:
             store.load(here / "grown")
         if name == "basis.json":
             said = merge(over(here), here / "out", fails=True).output
-            assert re.search("keep a store together" if changed is None else message, said), said
+            assert re.search("not a basis store" if changed is None else message, said), said
 
 
 def test_folders_that_are_swapped_are_found(here: Path) -> None:
@@ -211,7 +209,6 @@ def test_a_flipped_bit_is_found_by_inspect_or_harmless(here: Path) -> None:
         results = uses(readers)
         if results["inspect"] == "refused":
             found += 1
-            assert not name.startswith("recipes/")  # a user may edit them
         else:
             assert results == {reader: want[reader] for reader in readers}, (name, place)
     assert found >= len(files)
@@ -275,16 +272,11 @@ def test_an_exact_sum_is_not_ended_in_silence(here: Path) -> None:
 def test_undo_swaps_a_store_and_its_previous_state(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The template recipes are written again with every change; nothing else may lie in a store."""
-    first, recipes = contents(here / "grown"), contents(here / "grown/recipes")
-    (here / "grown/recipes/add.yml").write_text("merge_method: linear")
-    (here / "grown/recipes/ties.yml").unlink()
+    first = contents(here / "grown")
     tvb("add", "grown", "e", "--task", "e", "--quiet")
     second = contents(here / "grown")
-    assert "linear" not in second["recipes/add.yml"].decode()
-    assert "Copy this file out of the store to edit it" in recipes["add.yml"].decode()
     assert "4 tasks in 3 bases, as before" in tvb("undo", "grown").stdout
-    assert contents(here / "grown").keys() == first.keys() - {"recipes/ties.yml"}
+    assert contents(here / "grown") == first
     assert "5 tasks in 3 bases" in tvb("undo", "grown").stdout
     assert contents(here / "grown") == second
     tvb("inspect", "grown")
@@ -315,7 +307,7 @@ STRANGE = {  # what a store cannot keep -> the command that would lose it
     "grown/basis-003/mine.txt": "undo grown",
     "vectors/link@/nowhere": "add vectors e --task e",
     "grown/folder@/": "undo grown",
-    "vectors/recipes/mine.yml": "remove vectors --task a",
+    "vectors/mine/mine.yml": "remove vectors --task a",
     "grown/notes/pipe|": "undo grown",
 }
 
@@ -452,42 +444,33 @@ FILTERS = [{"filter": "mlp", "value": 1}, {"value": 0.5}]
 @pytest.mark.parametrize("given", [0.8, None, FILTERS])
 def test_a_lambda_of_bases_keeps_its_meaning_when_the_store_grows(given: Any, here: Path) -> None:
     folder = built(here / "four", here, "abcd", **({} if given is None else {"lambda": given}))
-    before = ready(folder, "add.yml")["parameters"]
+    before = ready(folder, "add")["parameters"]
     assert before == {"lambda": 0.4 if given is None else given, "lambda_scale": "bases"}
     filters = [{"filter": "mlp", "value": 0.5}, {"value": 0.25}]
     want = filters if given is FILTERS else {0.8: 0.4, None: 0.2}[given]
     for task in "ef":
         tvb("add", folder, task, "--task", task, "--quiet")
-        after = ready(folder, "add.yml")["parameters"]
+        after = ready(folder, "add")["parameters"]
         assert after == {"lambda": want, "lambda_scale": "tasks"}
 
 
 # Where it lies
 
 
-@pytest.mark.parametrize("method", ["", "ties"])
-def test_a_store_that_was_moved_works(method: str, here: Path, tmp_path: Path) -> None:
-    """Without a method by its recipe. Another model may lie where the base was."""
-    want = tiny.load(merge(ready(here / "grown", "ties.yml"), here / "want").folder)
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_store_that_was_moved_works(copied: bool, here: Path, tmp_path: Path) -> None:
+    """Another model may lie where the base was."""
+    want = tiny.load(merge(ready(here / "grown", "ties"), here / "want").folder)
     place = tmp_path / "elsewhere"
     place.mkdir()
     shutil.move(here / "grown", place / "store")
-    if method:
+    if copied:
         shutil.copytree(here / "b", place / "base")
     else:
         shutil.move(here / "base", place / "base")
     shutil.rmtree(here / "a")
     os.chdir(tmp_path)
-    if method:
-        tvb("merge", place / "store", "out", "--method", method, "--quiet")
-    else:
-        main = importlib.import_module(MODULES["mergekit-yaml"]).main
-        words = [str(place / "store/recipes/ties.yml"), "out", "--quiet"]
-        done = CliRunner().invoke(main, words)
-        assert done.exit_code == 0, done.output
-        kept = yaml.safe_load((tmp_path / "out/mergekit_config.yml").read_text())
-        bases = [str(place / f"store/basis-00{number}") for number in range(3)]
-        assert [entry["model"] for entry in kept["models"]] == bases
+    tvb("merge", place / "store", "out", "--method", "ties", "--quiet")
     found = tiny.load(tmp_path / "out")
     assert all(torch.equal(found[name], tensor) for name, tensor in want.items())
     tvb("export", place / "store", "exported", "--task", "a", "--quiet")
@@ -516,7 +499,7 @@ def test_a_store_is_merged_without_a_recipe(here: Path) -> None:
     assert "name a --method, one of add, ties, iso, tsvm, wudi, forget-a, forget-b" in done
     assert ", ".join(ALL_TASKS) in " ".join(tvb("merge", "--help").stdout.split())
     assert "did you mean `forget-b`?" in refused("merge", "grown", "out", "--method", "forgt-b")
-    assert "belong to a STORE" in refused("merge", "grown/recipes/add.yml", "o", "--method", "add")
-    shutil.rmtree(here / "grown/recipes")
+    file = write(over(here), here / "over")
+    assert "belong to a STORE" in refused("merge", file, "o", "--method", "add")
     tvb("merge", "grown", "out", "--method", "forget-b", "--quiet")
     assert json.loads((here / "out/basis/basis.json").read_text())["parameters"]["forget"] == ["b"]

@@ -306,7 +306,7 @@ def document_of(recipe: str, method: str | None, base: str | None) -> Document:
     if method in known:
         from tvb_mergekit.plugin.document import from_mapping  # `base_of` has checked mergekit
 
-        return from_mapping(with_paths(known[method][1]))
+        return from_mapping(with_paths(known[method]))
     if method is None:
         raise UserError(f"{recipe} is a store: name a --method, one of {', '.join(known)}")
     known_words = f"expected one of {', '.join(known)}"

@@ -93,7 +93,6 @@ def build(recipe: str, store: str, dtype: DtypeName | None, **values: Any) -> No
     if 0 < share < 1:
         kept = f"; {error_line(bases.facts)}"
     click.echo(f"{store_line(bases)}{kept}")
-    click.echo(f"Recipes: {bases.path}/recipes")
 
 
 @command("device", "memory", *MODELS, "quiet", writes="plot")

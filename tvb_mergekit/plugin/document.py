@@ -17,7 +17,6 @@ from pydantic import BaseModel
 from tvb_mergekit.core.settings import ALL_KEYS, METHODS, VARYING_KEYS, unknown_key
 from tvb_mergekit.errors import UserError, hint, one_line, refusing
 from tvb_mergekit.plugin.recipe import Recipe, read_recipe
-from tvb_mergekit.store.recipes import located
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,14 @@ class RecipeFile:
     repeated: str | None
 
     def documents(self) -> list[Any]:
-        """The documents, those of a store with absolute paths.
+        """The documents.
 
         Raises:
             UserError: a mapping has a key twice.
         """
         if self.repeated is not None:
             raise UserError(self.repeated)
-        return [located(document, self.path) for document in self.given]
+        return list(self.given)
 
     def single(self) -> dict[str, Any]:
         """The one document.

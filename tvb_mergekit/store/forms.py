@@ -22,7 +22,7 @@ from tvb_mergekit.tensors.taskset import TaskSet
 
 LEAST_SHARE = 1e-6
 # Names that folders of vectors must not have; tasks.json is of an export of adapters.
-RESERVED = ("recipes", "mean", "basis.json", "basis.safetensors", "tasks.json")
+RESERVED = ("mean", "basis.json", "basis.safetensors", "tasks.json")
 
 
 def items_of(vectors: Sequence[Weights]) -> list[Item]:

@@ -1,72 +1,25 @@
-"""The recipes that a store is written with: ways to merge all tasks, and to forget each.
-
-Their paths are relative to the recipe's own folder, so that a store may be moved. mergekit takes
-paths from the current folder; `located` gives it absolute ones.
-"""
+"""The recipes of `tvb merge STORE --method`: ways to merge all tasks, and to forget each."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
-
-import yaml
 
 from tvb_mergekit.core.encoders import EVEN
 from tvb_mergekit.core.settings import GLOBAL_KEYS, MATRIX_METHODS, VARYING_KEYS
 from tvb_mergekit.store.facts import StoreFacts
 from tvb_mergekit.store.forms import slugs
-from tvb_mergekit.store.store import base_of, is_store, read_store_facts
 
-FOLDER = "recipes"
-_HEAD = """\
-# {sentence}
-#   mergekit-yaml STORE/recipes/{name}.yml OUT
-# Copy this file out of the store to edit it: `tvb add`, `tvb remove` and `tvb undo` write it again.
-# Paths that begin with ../ are relative to this folder: change them in the copy.
-"""
-# Recipes for all tasks: name -> method, and a sentence for the recipe's header
-ALL_TASKS: dict[str, tuple[str, str]] = {
-    "add": ("basis_ta", "One model that does all tasks: theta_0 + lambda * (B_1 + ... + B_M)."),
-    "ties": ("basis_ties", "One model that does all tasks: TIES over the bases."),
-    "iso": ("basis_iso", "One model that does all tasks: Iso-C, the sum of the bases made even."),
-    "tsvm": ("basis_tsvm", "One model that does all tasks: TSV-M, of the first singular vectors."),
-    "wudi": ("basis_wudi", "One model that does all tasks: WUDI, with little interference."),
+ALL_TASKS = {  # name of a merge of all tasks -> method
+    "add": "basis_ta",
+    "ties": "basis_ties",
+    "iso": "basis_iso",
+    "tsvm": "basis_tsvm",
+    "wudi": "basis_wudi",
 }
 ALPHA = 1.0  # forgets all of the reconstructed task vector; less forgets less
-
-
-def write_recipes(folder: Path, facts: StoreFacts) -> None:
-    """Write the recipes of a store into the new folder of the store, which has its vectors."""
-    place = folder / FOLDER
-    place.mkdir(exist_ok=True)
-    beside = facts.store.base_beside
-    base = os.path.join("..", beside) if beside else facts.base_model
-    for name, (sentence, recipe) in templates(facts, "..", base).items():
-        text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
-        head = _HEAD.format(sentence=sentence, name=name)
-        (place / f"{name}.yml").write_text(head + text, encoding="utf-8")
-
-
-def located(recipe: Any, path: str | os.PathLike[str]) -> Any:
-    """The recipe read from `path`, with absolute paths if `path` lies in a store's `recipes`.
-
-    Paths that begin with `../` are relative to that folder. `store.base_of` finds the store's base.
-    """
-    folder = Path(os.path.realpath(path)).parent
-    if folder.name != FOLDER or not isinstance(recipe, dict) or not is_store(folder.parent):
-        return recipe
-    facts = read_store_facts(folder.parent)
-
-    def place(model: object) -> object:
-        relative = isinstance(model, str) and model.startswith("../")
-        return os.path.normpath(folder / str(model)) if relative else model
-
-    own = recipe.get("base_model") == os.path.join("..", facts.store.base_beside or "")
-    found = _renamed(recipe, place)
-    return with_paths({**found, "base_model": base_of(facts, folder.parent)} if own else found)
 
 
 def with_paths(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,18 +29,8 @@ def with_paths(recipe: Mapping[str, Any]) -> dict[str, Any]:
         path = isinstance(name, str) and re.search("[+@]", name) and os.path.exists(name)
         return {"model": {"path": name}} if path else name
 
-    return _renamed(recipe, model)
-
-
-def _renamed(recipe: Mapping[str, Any], rename: Callable[[object], object]) -> dict[str, Any]:
-    """The recipe with other names of the base and of the models."""
-    models = recipe.get("models")
-    if isinstance(models, list):
-        models = [
-            {**entry, "model": rename(entry.get("model"))} if isinstance(entry, dict) else entry
-            for entry in models
-        ]
-    return {**recipe, "base_model": rename(recipe.get("base_model")), "models": models}
+    models = [{**entry, "model": model(entry["model"])} for entry in recipe["models"]]
+    return {**recipe, "base_model": model(recipe["base_model"]), "models": models}
 
 
 def times(setting: Any, factor: float) -> Any:
@@ -99,17 +42,12 @@ def times(setting: Any, factor: float) -> Any:
     return float(setting) * factor
 
 
-def templates(facts: StoreFacts, store: str, base: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Name -> a sentence, and the recipe; `store` and `base` are their paths in it."""
-    made = {}
-    for name, (method, sentence) in ALL_TASKS.items():
-        made[name] = sentence, _recipe(method, facts, store, base)
+def templates(facts: StoreFacts, store: str, base: str) -> dict[str, dict[str, Any]]:
+    """Name -> recipe; `store` and `base` are their paths in it."""
+    every = {name: _recipe(method, facts, store, base) for name, method in ALL_TASKS.items()}
     for task, name in zip(facts.tasks, slugs(facts.tasks), strict=True):
-        made[f"forget-{name}"] = (
-            f"The base without {task!r}: theta_0 - alpha * its reconstructed task vector.",
-            _recipe("basis_negate", facts, store, base, task),
-        )
-    return made
+        every[f"forget-{name}"] = _recipe("basis_negate", facts, store, base, task)
+    return every
 
 
 def _recipe(

@@ -21,7 +21,6 @@ import filelock
 from tvb_mergekit.atomic import MARK, check_interrupted, next_to
 from tvb_mergekit.errors import UserError, check_names
 from tvb_mergekit.store.facts import FACTS, TENSORS, FileRecord, StoreFacts, record_of, write_facts
-from tvb_mergekit.store.recipes import FOLDER, templates, write_recipes
 from tvb_mergekit.store.report import write_tensors
 from tvb_mergekit.store.store import Bases, is_store, load, numbers_of, read_store_facts
 from tvb_mergekit.store.vectors import Vectors, facts_of
@@ -87,7 +86,6 @@ class StoreWriter:
         there = (self.store / FACTS).is_file()
         before = read_store_facts(self.store).checksum if there else None
         facts = facts.but(store=store.but(previous=before))
-        write_recipes(self.folder, facts)
         write_facts(self.folder, facts)
         if there:
             previous = next_to(self.store, "previous")
@@ -216,15 +214,9 @@ class _Lock(filelock.FileLock):
         super().release(force)
 
 
-def own_files(facts: StoreFacts) -> list[str]:
-    """The files of a store; template recipes may be missing."""
-    recipes = (f"{FOLDER}/{name}.yml" for name in templates(facts, "", ""))
-    return [FACTS, *facts.store.files, *recipes]
-
-
 def _check_own(store: Path, facts: StoreFacts) -> None:
     """Raise UserError if the folder of a store holds another file, which a change would lose."""
-    own = {MARK, *own_files(facts)}
+    own = {MARK, FACTS, *facts.store.files}
     for entry in store.rglob("*"):
         place = entry.relative_to(store).as_posix()
         folder = entry.is_dir() and (

@@ -30,8 +30,8 @@ from tvb_mergekit.plugin.planner import input_folders, planned
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.run import merge
 from tvb_mergekit.progress import Progress, silent
-from tvb_mergekit.store.recipes import times
-from tvb_mergekit.store.store import is_store
+from tvb_mergekit.store.recipes import templates, times, with_paths
+from tvb_mergekit.store.store import base_of, is_store, read_store_facts
 from tvb_mergekit.tensors.checkpoint import weight_files
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.layout import MEMORY
@@ -180,13 +180,16 @@ class TunedRecipe:
 
 
 def read_tuned(path: str, options: Options, memory: int = MEMORY) -> TunedRecipe:
-    """Read the recipe in a file, or `recipes/add.yml` of a store."""
+    """Read the recipe in a file, or that of `tvb merge STORE --method add`."""
     if os.path.isdir(path):
         if not is_store(path):
             raise UserError(f"{path}: a folder, but not a store; name a recipe, or a store")
-        path = str(Path(path) / "recipes" / "add.yml")
-    file = parse(path)
-    document, text = file.single(), file.text.removeprefix("\ufeff")
+        facts, place = read_store_facts(Path(path)), Path(os.path.abspath(path))
+        document = with_paths(templates(facts, str(place), base_of(facts, place))["add"])
+        text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+    else:
+        file = parse(path)
+        document, text = file.single(), file.text.removeprefix("\ufeff")
     method = document.get("merge_method")
     if method not in METHODS:
         raise unknown_method(path, method, list(METHODS))
