@@ -356,7 +356,7 @@ BAD: dict[str, tuple[dict[str, Any], list[object], str]] = {
                                  "--metric quickstart_double: no such task here"),
     "a metric without a task": (quick(), ["--metric", "quickstart_copy"], "expected TASK:METRIC"),
     "no such folder": (quick(), ["--include-path", "nowhere"], "nowhere: no such folder"),
-    "no such lambda": (quick() | {"merge_method": "slerp"}, [], "expected one of basis_ta"),
+    "no such lambda": (quick() | {"merge_method": "slerp"}, [], "expected one of basis_iso"),
     "a negative alpha": (FORGET, [*MAX, "--grid", "-1:1:1"], "`alpha` is -1.0"),
     "no control": (FORGET, [], "needs --control TASK"),
     "a control for addition": (quick(), MAX, "--control goes with basis_negate"),
