@@ -21,8 +21,6 @@ SMALLER = (0.025, 0.05, 0.1)
 SHORTER = 0.3
 ALPHAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 SHARES = (0.5, 0.25, 0.1, 0.05, 0.02)  # of entries that are sampled
-RIVALS = ("bitdelta_projections", "deltatensors_quantized", "svd_1", "svd_0.25", "tsvc",
-          "delta_come", "signs_svd", "ultradelta")  # fmt: skip
 STITCHED = ("localize", "dataless")
 SLOW = ("adamerging", "atlas")  # hours on two cores
 MATRIX = ("wudi_300", "wudi_30", "tsvm", "iso", "wudi", "iso_cts")  # the most telling first
@@ -126,8 +124,7 @@ def parts(plan: Plan, shipped: float) -> dict[str, list[Cell]]:
                                for each in routed))],
         "bytes": [stored | {"how": how} for how in
                   ("all", *["lossless"][plan.adapters :], *(f"keep_{share}" for share in SHARES),
-                   f"balanced_{half}")]
-        + [stored | {"how": f"merged_{how}", "merges": ["wudi_30"]} for how in RIVALS],
+                   f"balanced_{half}")],
         "negation": [forgotten | {"kind": "negation", "basis": label, "num_bases": count}
                      for label, count in (("plain", None), ("ae_adam_5", half), ("balanced", half),
                                           ("pca", half), ("rand_proj", half))]

@@ -18,7 +18,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
 import xxhash
 from tqdm import tqdm
@@ -132,7 +131,6 @@ def measured(
     *,
     as_is: bool = False,
     only: str = "*",
-    skipped: type[Exception] | tuple[()] = (),
 ) -> list[Record]:
     """The records of all cells that have a file, after the missing ones were computed.
 
@@ -142,14 +140,10 @@ def measured(
         kinds: a cell's `kind` -> the function that measures it.
         as_is: compute nothing.
         only: a pattern as of file names; cells whose file it does not match are not computed.
-        skipped: errors of a cell that are printed; the other cells are computed.
     """
     wanted = works(source, cells, kinds)
     named = [work for work in wanted if fnmatchcase(work.file.name, only)]
     missing = [] if as_is else [work for work in named if not work.file.exists()]
     for work in tqdm(missing, desc=source.label, unit="cell", disable=as_is):
-        try:
-            compute(work)
-        except skipped as error:
-            click.echo(error, err=True)
+        compute(work)
     return [work.record() for work in wanted if work.file.exists()]

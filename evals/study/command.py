@@ -15,7 +15,6 @@ from transformers.utils import logging
 
 from study.cells import Cell, Record, Source, bill, measured, works
 from study.kinds import KINDS
-from study.kinds.rivals import Missing
 from study.report import as_written, reported
 
 Command = Callable[..., None]
@@ -52,7 +51,7 @@ class Asked:
             if self.bills:
                 named = [w for w in works(source, cells, KINDS) if fnmatchcase(w.file.name, only)]
                 click.echo("\n".join(bill(named)))
-            return measured(source, cells, KINDS, as_is=self.as_is, only=only, skipped=Missing)
+            return measured(source, cells, KINDS, as_is=self.as_is, only=only)
 
         found = done(first)
         if len(found) < len(first) and not self.bills:

@@ -152,7 +152,7 @@ def test_bits_of_lossless_stores_next_to_their_bound(world):
 def test_the_study(world, few_steps, monkeypatch):
     """Every part, on four tasks and a few cells of each: done once, resumed, and all tables."""
     few = {"LAMBDAS": (0.65, 1.4), "SMALLER": (0.3, 1.0), "ALPHAS": (0.0, 1.0),
-           "BASES": ("rand_select",), "RIVALS": ("svd_1",), "STITCHED": ("dataless",),
+           "BASES": ("rand_select",), "STITCHED": ("dataless",),
            "LEARNED": ("fisher",), "METHODS": ("ties",), "SINGLE": ("opcm", "nufilt"),
            "MATRIX": ("wudi_30",), "ALL": ("tsvm",), "SHARES": (0.05,)}  # fmt: skip
     for name, value in few.items():

@@ -5,7 +5,7 @@ matrices   merges of matrices beside sums, along lambda, and of one vector onlin
 negation   each task forgotten from the sum
 learned    merges that learn from data
 transfer   few-shot transfer to tasks without a specialist
-stores     task vectors as codes, bases and by rivals
+stores     task vectors as exact entries and as bases
 theirs     mergekit's own methods
 theory     constants and bounds of the paper
 """

@@ -1,8 +1,7 @@
-"""Cells of stores: bytes and errors of task vectors as codes, as bases and by rivals.
+"""Cells of stores: bytes and errors of task vectors as exact entries and as bases.
 
 A cell has the bytes, the error and the reconstructed specialists of one way, and addition, TIES and
-forgetting with them. Bytes of ours are complete `.safetensors` files with their headers, bytes of
-others only codes and scales.
+forgetting with them. Bytes are those of complete `.safetensors` files with their headers.
 """
 
 from __future__ import annotations
@@ -16,26 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 import tvb_mergekit
 from study.cells import Cell
-from study.kinds import rivals
 from study.kinds.addition import merged
 from study.kinds.negation import forget
 from study.run import Run, Weights, difference, norm, settings
 from tvb_mergekit.store.api import open_model
-
-RIVALS: dict[str, Callable[..., rivals.Kept]] = {
-    "bitdelta_projections": partial(rivals.bitdelta, coded=rivals.is_projection),
-    "deltatensors_quantized": partial(rivals.deltatensors, strategy="quantized"),
-    "svd_1": partial(rivals.svd, bits=1),
-    "svd_0.25": partial(rivals.svd, bits=0.25),
-    "tsvc": rivals.svd,  # of the share that `_theirs` names
-    "delta_come": partial(rivals.delta_come, bits=1),
-    "signs_svd": partial(rivals.signs_and_svd, bits=0.25),
-    "ultradelta": partial(rivals.ultradelta, share=0.1),
-}
 
 
 def basis_of(how: str) -> tuple[str, int] | None:
@@ -45,15 +31,12 @@ def basis_of(how: str) -> tuple[str, int] | None:
 
 
 def measure(run: Run, cell: Cell) -> dict[str, Any]:
-    how = cell["how"].removeprefix("merged_")
+    how = cell["how"]
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         kept = how == "lossless" or how.startswith("keep_")  # exact entries of the models' files
         base = run.places["base"] if kept else run.base
-        if how in RIVALS:
-            bases, nbytes = _theirs(run, how, place)
-        else:
-            bases, nbytes = _ours(run, how, place / "store")
+        bases, nbytes = _ours(run, how, place / "store")
         if kept:
             bases.check_base(open_model(base), "the base")
         decoded = partial(_decoded, run, bases, base)
@@ -65,18 +48,6 @@ def measure(run: Run, cell: Cell) -> dict[str, Any]:
         }
         result["merges"] = {m: merged(run, cell, bases, m, base) for m in cell["merges"]}
         return result | (forget(run, cell, decoded) if cell["alphas"] else {})
-
-
-def _theirs(run: Run, how: str, place: Path) -> tuple[tvb_mergekit.Bases, int]:
-    """Bases over the decoded vectors, as if of other models; and the bytes."""
-    more = {"share": 1 / len(run.tasks)} if how == "tsvc" else {}
-    models, nbytes = dict[str, Path](), 0
-    for task in run.tasks:
-        kept = RIVALS[how]([{n: each.cpu() for n, each in run.task_vector(task).items()}], **more)
-        nbytes += kept.nbytes
-        models[task] = place / f"{task}.safetensors"
-        save_file(run.shifted((1.0, kept.vectors[0])), models[task])
-    return tvb_mergekit.build(run.base, models, basis="none", device=run.device), nbytes
 
 
 def _ours(run: Run, how: str, place: Path) -> tuple[tvb_mergekit.Bases, int]:
