@@ -1,10 +1,10 @@
 """Singular values and vectors of one matrix in float64, for the methods that merge matrices.
 
 They come from the Gram matrix of the shorter side, summed over BLOCK columns at a time, in a part
-of an SVD's time. Singular values are known to about 1e-8 of the largest. Those up to NULL
-of the largest count as 0, and their directions contribute nothing, whereas an SVD would fill in
-arbitrary ones: rounding of models in float32 makes such values. Vectors in 16 bits have larger ones
-(`rounding_noise`). The same input and number of threads give the same bits on one machine.
+of an SVD's time. Singular values are known to about 1e-8 of the largest. Those up to NULL of the
+largest count as 0, and their directions contribute nothing, whereas an SVD would fill in arbitrary
+ones: rounding of models in float32 makes such values. Vectors in 16 bits have larger ones, see
+`rounding_noise`. Bits depend on the machine and on the number of threads alone.
 """
 
 from __future__ import annotations
@@ -52,11 +52,8 @@ class Triples:
 
     def put(self, first: int, other: Triples) -> None:
         part = slice(first, first + len(other.sizes))
-        self.left[:, part], self.sizes[part], self.right[:, part] = (
-            other.left,
-            other.sizes,
-            other.right,
-        )
+        self.left[:, part], self.right[:, part] = other.left, other.right
+        self.sizes[part] = other.sizes
 
     def blur(self, noise: float) -> float:
         """The turn by rounding, about, of vectors with values above a quarter of the largest.

@@ -1,7 +1,7 @@
 """The registries of bases and of merge methods. Each is a function that a decorator declares.
 
 A decorator names the keys of recipes that belong to the function alone. The keyword-only parameters
-of a function say what it is called with: keys of the settings, and what the caller offers.
+of a function are keys of the settings, or offers of the caller.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ MATRICES = {"matrices": Key("matrices, by their names; others: mean", str, patte
 
 
 class Level(IntEnum):
-    """What a merge needs of its bases, or what is known of them without G, in rising order."""
+    """The needs of a merge in its bases, or their parts that are known without G; rising."""
 
     NONE = 0
     SUM = 1  # of the bases; without G: every task has the weight M/T in the sum
@@ -105,7 +105,7 @@ class Declared:
 
 @dataclass(frozen=True)
 class BasisKind(Declared):
-    """(Gram, M) -> `Encoding`. `known` is what does not depend on the Gram matrix."""
+    """(Gram, M) -> `Encoding`. `known` does not depend on the Gram matrix."""
 
     known: Level = Level.NONE
 
@@ -114,7 +114,7 @@ class BasisKind(Declared):
 class MergeMethod(Declared):
     """The direction or directions that coefficients scale; `lambda_` is the default of `lambda`.
 
-    `merges` says of what:
+    `merges` is the form of the function:
     - "sums": (W_e [N, M]) -> coefficient -> the weights [N] of the vectors. Offered: the tasks, and
       `reconstruction` [N, T].
     - "entries": (bases [M, n]) -> [n]. Offered: `thresholds` [M], each basis's for `density`.
