@@ -1,7 +1,7 @@
 """A user's mistakes: each is one line that says where it is, what was found and what to do.
 
 A case is a recipe and the faults of files or machine. `tvb inspect` reads all cases in process
-(test_check.py); a few run end to end here.
+(test_inspected.py); a few run end to end here.
 """
 
 import hashlib

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,11 +28,6 @@ def beside(target: Path) -> Iterator[Path]:
         path = Path(folder) / target.name
         yield path
         os.replace(path, target)
-
-
-def is_left_over(path: Path) -> bool:
-    """Whether `path` is a folder of `beside` that a killed process left."""
-    return path.is_dir() and bool(re.fullmatch(r"\.partial-[a-z0-9_]{8}", path.name))
 
 
 def write_file(target: Path, data: bytes) -> None:

@@ -116,7 +116,7 @@ def export(store: str, out: str | None, base: str | None, **values: Any) -> None
     if (out is None) != bool(every):
         raise UserError("name one output folder: OUT, or --all DIR")
     into = str(every or out)
-    engine, bases = engine_of(values), load_store(store, task=values["task"])
+    engine, bases = engine_of(values), load_store(store)
     folders, what, matrix = _chosen(bases, values)
     _, weights, folder = base_of(bases, base)
     dtype = dtype_of(values["dtype"])

@@ -258,8 +258,8 @@ def open_models(document: Document, values: dict[str, Any], names: Sequence[str]
         return read_inputs(document, model_options(values), names)
 
 
-def load_store(path: str, checksums: bool = False, task: str | None = None) -> Bases:
-    """The bases of a store, or only what a task needs; `checksums` compares those of all files."""
+def load_store(path: str, checksums: bool = False) -> Bases:
+    """The bases of a store; `checksums` compares those of all files."""
     from tvb_mergekit.store.store import check, is_basis, load
 
     if os.path.isfile(path):
@@ -267,7 +267,7 @@ def load_store(path: str, checksums: bool = False, task: str | None = None) -> B
     if is_basis(path):
         raise UserError(f"{path} is one basis of a store; name the store, the folder around it")
     with phase("Opening the store"):
-        return check(path) if checksums else load(path, task=task or "")
+        return check(path) if checksums else load(path)
 
 
 def base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | None]:

@@ -142,12 +142,6 @@ class StoreFacts(Facts):
         """Whether each vector is a task vector, in a folder of the task's name."""
         return self.store.codec in EXACT
 
-    def folders_of(self, task: str = "") -> list[str]:
-        """The folders of the vectors that a task needs; of all without a task."""
-        if not task or not self.keeps_tasks:
-            return self.store.folders
-        return [f for f, t in zip(self.store.folders, self.tasks, strict=True) if t == task]
-
     def of_merge(self) -> Facts:
         """The facts without those that a store alone has."""
         kept = {key: self[key] for key in self if key != "store"}

@@ -36,7 +36,7 @@ from tvb_mergekit.store.facts import (
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
 from tvb_mergekit.tensors.lossless import Lossless, Sampled
 from tvb_mergekit.tensors.quantized import Decoded
-from tvb_mergekit.tensors.source import Absent, StateDict, Weights
+from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.writing import MARKER
 
 # The tensors of basis.safetensors that merges and additions need.
@@ -225,12 +225,11 @@ class Bases:
             vector.base = base
 
 
-def load(path: str | os.PathLike[str], without: str = "", task: str = "") -> Bases:
+def load(path: str | os.PathLike[str], without: str = "") -> Bases:
     """Open a store. Vectors of the recorded size are trusted; `check` compares their checksums.
 
     Args:
         without: the folder of a vector to leave out of the `vectors` and of all checks.
-        task: the only task that is needed. Other task vectors are not there, and not read.
 
     Raises:
         UserError: no store, a newer format, or a file that is missing or damaged.
@@ -239,7 +238,7 @@ def load(path: str | os.PathLike[str], without: str = "", task: str = "") -> Bas
     for wait in (0.1, 0.5):
         opened = inode(folder)
         try:
-            found = _load(folder, without, task)
+            found = _load(folder, without)
             if opened == inode(folder):  # all files are of one state
                 return found
         except (UserError, FileNotFoundError):
@@ -247,22 +246,19 @@ def load(path: str | os.PathLike[str], without: str = "", task: str = "") -> Bas
             if not changing or opened == inode(folder) is not None:
                 raise
         time.sleep(wait)  # a change was between its renames
-    return _load(folder, without, task)
+    return _load(folder, without)
 
 
-def _load(folder: Path, without: str, task: str) -> Bases:
+def _load(folder: Path, without: str) -> Bases:
     facts = read_store_facts(folder)
     names = [name for name in facts.store.folders if name != without]
-    needed = [name for name in facts.folders_of(task) if name != without]
     try:
-        _check_files(folder, facts, needed, checksums=False)
+        _check_files(folder, facts, names, checksums=False)
         tensors = load_file(folder / TENSORS)
         check_shapes(folder / TENSORS, len(facts.tasks), facts.num_bases, tensors)
         if missing := NEEDED - set(tensors):
             raise KeyError(min(missing))
-        opened = {name: open_vector(folder / name, facts.store.codec) for name in needed}
-        absent = Absent(next(iter(opened.values()), StateDict({})))
-        vectors = [opened.get(name, absent) for name in names]
+        vectors: list[Weights] = [open_vector(folder / n, facts.store.codec) for n in names]
         shapes = [{n: info.shape for n, info in each.tensors.items()} for each in vectors]
         if shapes.count(shapes[0]) < len(shapes):
             raise KeyError("its vectors have different tensors")

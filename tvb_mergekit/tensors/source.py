@@ -138,13 +138,6 @@ class StateDict(Weights):
         return self.state[name].reshape(-1)[start:stop].cpu()
 
 
-class Absent(Weights):
-    """A vector that is never read: its tensors are those of another."""
-
-    def __init__(self, other: Weights) -> None:
-        self.tensors, self.holds = other.tensors, other.holds
-
-
 def infos_of(tensors: Iterable[tuple[str, Tensor]], shard: str = "") -> dict[str, TensorInfo]:
     """Facts of tensors in memory. All except the first name of a tensor are aliases."""
     infos: dict[str, TensorInfo] = {}
