@@ -194,8 +194,8 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("core/encoders/rand_select.py", "known=Level.BASES", "known=Level.RECONSTRUCTIONS"),
         ("tensors/passes.py", "and all(map(GramSums.finite, sums))", ""),
     ],
-    "test_lora.py -k 'reads_what or any_range or dense'": [
-        ("tensors/adapter.py", "math.sqrt(rank) if", "rank if"),
+    "test_lora.py -k 'kind or any_range or dense'": [
+        ("tensors/peft_files.py", "math.sqrt(rank) if", "rank if"),
         ("tensors/adapter.py", "place = top * columns", "place = start // columns * columns"),
     ],
     "test_ranks.py -k shares": [

@@ -19,6 +19,7 @@ import transformers
 from commands import contents, recipe, refused, tvb
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from mergekit.options import MergeOptions
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +29,9 @@ from worlds import CONV, Models
 from tvb_mergekit.core import lora
 from tvb_mergekit.core.lora import Factors
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.learn.models import TaskModels
+from tvb_mergekit.plugin.document import from_mapping
+from tvb_mergekit.plugin.planner import planned
 from tvb_mergekit.store import store
 from tvb_mergekit.tensors import adapter as adapters_of_peft
 from tvb_mergekit.tensors import peft_files
@@ -260,6 +264,17 @@ def test_adapters_of_single_experts(bases, tmp_path, name, stacked):
     file = commands.write(recipe("basis_ta", base, [f"{base}+{adapters[0]}"]), tmp_path / "r")
     said = refused("merge", file, tmp_path / "out")
     assert "fits no tensor of the base" in said and ".experts." in said and "one" in said
+
+
+def test_models_that_learn_with_adapters(bases, tmp_path):
+    base = bases("llama")
+    change = train(base, tmp_path / "one", modules_to_save=["norm"])
+    train(base, tmp_path / "two", seed=1)
+    made = recipe("basis_ta", base, [f"{base}+{tmp_path / each}" for each in ("one", "two")])
+    with planned(from_mapping(made), MergeOptions()) as plan:
+        state = TaskModels(plan, torch.device("cpu")).load("one").state_dict()
+    for name, theta in model_of(base, torch.float64).state_dict().items():
+        torch.testing.assert_close(state[name].double(), theta + change[name], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("tokenizer", [{"tokenizer_source": "base"}, {"dtype": "float32"}])

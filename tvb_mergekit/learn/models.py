@@ -21,10 +21,13 @@ from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError, listed, one_line
 from tvb_mergekit.learn.statistics import input_dimension, linear_layers
 from tvb_mergekit.plugin.plan import Plan
+from tvb_mergekit.plugin.sources import Source
 from tvb_mergekit.store.api import base_of
 from tvb_mergekit.store.live import Live
+from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN
 from tvb_mergekit.tensors.passes import combine_pass
+from tvb_mergekit.tensors.peft_files import MERGE_FIRST
 from tvb_mergekit.tensors.writing import Stacked
 
 LOG = logging.getLogger(__name__)
@@ -61,18 +64,24 @@ class TaskModels:
         store = self.plan.recipe.store
         return list(self.plan.recipe.tasks if store is None else store.tasks)
 
-    def folder(self, task: str | None) -> Path:
-        """The folder with configuration and tokenizer of a task's model; None is the base."""
+    def _source(self, task: str | None) -> Source:
         recipe = self.plan.recipe
         alone = task is not None and self.stored is None
         owner = recipe.models[self.tasks.index(str(task))] if alone else recipe.base
-        return Path(self.plan.tensors.checkpoints[owner].folder)
+        return self.plan.tensors.checkpoints[owner]
+
+    def folder(self, task: str | None) -> Path:
+        """The folder with configuration and tokenizer of a task's model; None is the base."""
+        return Path(self._source(task).folder)
 
     def load(self, task: str) -> nn.Module:
         """The model of a task, instead of the previous one."""
         if self.stored is None:
             self._model = None  # before the next one is loaded
             self._model = load_model(self.folder(task), self.device, self.trust)
+            source = self._source(task)
+            if isinstance(source, Adapter):
+                _adapt(self._model, source)
             return self._model
         return self._live.use(task)
 
@@ -136,6 +145,20 @@ class TaskModels:
         """Weight of a linear layer -> the dimension of its inputs; loads nothing."""
         layers, parameters = linear_layers(self.empty), self.named(self.empty)
         return {n: input_dimension(layers[id(p)]) for n, p in parameters.items() if id(p) in layers}
+
+
+def _adapt(model: nn.Module, adapter: Adapter) -> None:
+    """Make X+ADAPTER of a loaded X."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    changed = adapter.factors.keys() | adapter.dense.keys()
+    if lost := sorted(changed - parameters.keys()):
+        raise UserError(
+            f"adapter {adapter.file.folder}: in memory the model names {listed(lost)} otherwise "
+            f"than its files; {MERGE_FIRST}"
+        )
+    with torch.no_grad():
+        for name in changed:
+            parameters[name].copy_(adapter.whole(name))
 
 
 def load_model(folder: Path, device: torch.device, trust_remote_code: bool) -> nn.Module:
