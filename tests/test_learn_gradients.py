@@ -7,7 +7,6 @@ The reference is a model in float64. Its weights are functions of the variables 
 import json
 import math
 import re
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from tvb_mergekit.learn.data import Batch, Example, Split, drawn, entropy, respo
 from tvb_mergekit.learn.descent import Descent, Moving, Schedule
 from tvb_mergekit.learn.gradients import Coefficients, Rows
 from tvb_mergekit.learn.localize import Mask, largest
-from tvb_mergekit.learn.models import TaskModels, load_model
+from tvb_mergekit.learn.models import load_model
 from tvb_mergekit.tensors.stream import held_item
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -393,28 +392,6 @@ def test_precision_and_checkpointing(case: Case) -> None:
     a, b, c = (coefficients(each.folder) for each in (plain, less, half))
     assert torch.allclose(a, b, atol=1e-5) and not torch.equal(a, c)
     assert torch.allclose(a, c, atol=0.1)
-
-
-def test_nothing_of_a_basis_is_held_when_the_next_is_read(case: Case) -> None:
-    made: list[weakref.ref[Any]] = []
-    alive: list[int] = []
-
-    def making(base: Any, bases: Mapping[str, Tensor], *more: Any, **keys: Any) -> Mask:
-        mask = Mask(base, bases, *more, **keys)
-        made.extend(weakref.ref(each) for each in (mask, *bases.values(), *mask.variables))
-        return mask
-
-    original = TaskModels.stacked
-
-    def noting(self: TaskModels, bases: Tensor) -> dict[str, Tensor]:
-        alive.append(sum(each() is not None for each in made))
-        return original(self, bases)
-
-    source = case.recipe("held", basis="none")
-    patched = mock.patch.object(localize, "Mask", making)
-    with patched, mock.patch.object(TaskModels, "stacked", noting):
-        case.learn(source, "localize", "held-out", *case.words, "--epochs", 2)
-    assert alive == [0, 0, 0] and len(made) > 3
 
 
 def test_unlabeled_prompts_and_other_tasks(case: Case, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import contents, refused, tvb
+from commands import refused, tvb
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -509,16 +509,6 @@ def test_as_a_user_types(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "origin": {"file": LATER, "limited": None, "model": None, "date": 1.0},
         "others": {},
     }  # fmt: skip
-
-
-def test_another_process_writes_equal_files(small: Path) -> None:
-    """The hash seed of its strings is another."""
-    import processes  # skips where processes are not forked
-
-    tvb("score", *WORDS, "--out", "one")
-    done = processes.run(["tvb", "score", *WORDS, "--out", "two"], small)
-    assert done.code == 0 and done.err == "", done.err
-    assert contents(Path("one")) == contents(Path("two")) and len(contents(Path("one"))) == 2
 
 
 def test_files_of_others_stay(small: Path) -> None:
