@@ -5,9 +5,7 @@ Functions import matplotlib (the extra `plot`).
 
 from __future__ import annotations
 
-import html
 import io
-import re
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -57,11 +55,3 @@ def rendered(make: Callable[[], Figure], kind: str) -> bytes:
         make().savefig(buffer, format=kind, dpi=dpi, metadata=METADATA[kind])
     picture = buffer.getvalue()
     return picture.replace(b"<svg", b"<!-- %b -->\n<svg" % MADE.encode(), 1 if kind == "svg" else 0)
-
-
-def embedded(svg: str, title: str) -> str:
-    """A picture of `rendered` for an HTML page, with a title for screen readers."""
-    text = html.escape(title)
-    picture = re.sub(r"\A.*?(?=<svg)|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    named = f'<svg role="img" aria-label="{text}"'
-    return picture.replace("<svg", named, 1).replace(">", f"><title>{text}</title>", 1)

@@ -5,7 +5,6 @@ Functions import matplotlib (the extra `plot`).
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import textwrap
@@ -15,13 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.console import Console
 
 from tvb_mergekit.atomic import write_file
-from tvb_mergekit.cli.inspect import headline, print_inspection
+from tvb_mergekit.cli.inspect import headline
 from tvb_mergekit.core.encoders.linear import Array
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.figures import BLUE, DARK, LABEL, ORANGE, can_draw, embedded, rendered
+from tvb_mergekit.figures import BLUE, DARK, LABEL, ORANGE, can_draw, rendered
 from tvb_mergekit.store.inspection import Inspection
 from tvb_mergekit.store.report import WIDE
 from tvb_mergekit.tables import printable, shortened
@@ -30,31 +28,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SUFFIXES = (".png", ".svg", ".pdf", ".html")
+SUFFIXES = (".png", ".svg", ".pdf")
 LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue
-TEXT_COLUMNS = 200  # of the tables in an HTML file
-
-PAGE = """\
-<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>tvb inspect</title><style>
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; padding: 0 1em; }
-svg { width: 100%; height: auto; }
-pre { overflow-x: auto; font-size: 13px; }
-</style></head><body>
-"""
 
 
 def plot(inspection: Inspection, path: str | os.PathLike[str]) -> None:
-    """Draw the figure into `path`, a .png, .svg, .pdf or .html file, which replaces it at the end.
+    """Draw the figure into `path`, a .png, .svg or .pdf file, which replaces it at the end.
 
     Raises:
         UserError: another suffix, or no matplotlib.
     """
     check_plot(path)
     target = Path(path)
-    kind = target.suffix.lower()[1:]
-    data = rendered(partial(_figure, inspection), "svg" if kind == "html" else kind)
-    write_file(target, _page(inspection, data.decode()).encode() if kind == "html" else data)
+    write_file(target, rendered(partial(_figure, inspection), target.suffix.lower()[1:]))
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
@@ -68,15 +54,6 @@ def check_plot(path: str | os.PathLike[str]) -> None:
         raise UserError(f"cannot write {target}: no such folder, or no right to write there")
     if not can_draw():
         raise UserError("--plot needs matplotlib: pip install 'tvb-mergekit[plot]'")
-
-
-def _page(inspection: Inspection, svg: str) -> str:
-    how: dict[str, Any] = {"width": TEXT_COLUMNS, "highlight": False, "no_color": True}
-    console = Console(file=io.StringIO(), record=True, **how)
-    print_inspection(inspection, console)
-    tables = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-    figure = embedded(svg, printable(headline(inspection)))
-    return f"{PAGE}{figure}\n{tables}\n</body></html>\n"
 
 
 def _figure(inspection: Inspection) -> Figure:

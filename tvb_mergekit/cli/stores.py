@@ -98,7 +98,7 @@ def build(recipe: str, store: str, dtype: DtypeName | None, **values: Any) -> No
 @command("device", "memory", *MODELS, "quiet", writes="plot")
 @argument("path", type=PLACE)
 @flag("--json", "as_text", help="JSON on standard output.")
-@place("--plot", metavar="FILE", help="Write a picture: .png, .svg, .pdf or .html.")
+@place("--plot", metavar="FILE", help="Write a picture: .png, .svg or .pdf.")
 def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
     """Show tasks, cosines, bases and errors of PATH: a store, a merged model, or a recipe.
 
