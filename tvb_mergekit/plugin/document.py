@@ -68,12 +68,6 @@ class RecipeFile:
                 raise unknown_method(self.path, method, (*METHODS, *sorted(theirs - {*METHODS})))
         return any(method in METHODS for method in methods)
 
-    def for_mergekit(self, documents: Sequence[Any]) -> str:
-        """The text for mergekit: as it was written, or `documents` if their paths differ."""
-        if documents == self.given:
-            return self.text
-        return str(yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True))
-
 
 def unknown_method(path: str, method: object, known: Sequence[str]) -> UserError:
     expected = f"expected one of {', '.join(known)}{hint(method, known)}"
@@ -88,10 +82,11 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _value in node.value:
-            if key.value in seen and key.tag == "tag:yaml.org,2002:str" and not self.repeated:
-                line = key.start_mark.line + 1
-                self.repeated = f", line {line}: `{key.value}` stands here a second time"
-            seen.add(key.value if isinstance(key.value, str) else None)
+            if key.tag == "tag:yaml.org,2002:str":
+                if key.value in seen and not self.repeated:
+                    line = key.start_mark.line + 1
+                    self.repeated = f", line {line}: `{key.value}` stands here a second time"
+                seen.add(key.value)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
 
@@ -179,7 +174,7 @@ def read_document(path: str | os.PathLike[str]) -> Document:
     method = document.get("merge_method")
     if method not in METHODS:
         raise unknown_method(str(path), method, list(METHODS))
-    return from_mapping(document, file.for_mergekit([document]))
+    return from_mapping(document, file.text)
 
 
 def from_mapping(document: Mapping[str, Any], text: str | None = None) -> Document:

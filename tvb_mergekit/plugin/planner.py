@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import huggingface_hub
 from mergekit.architecture import get_architecture_info
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader, MergeConfiguration, OutputSliceDefinition
@@ -35,8 +34,6 @@ from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint
 from tvb_mergekit.tensors.peft_files import MERGE_FIRST, open_adapter
-
-PLUS = "mergekit reads `+` in a model as MODEL+ADAPTER, of PEFT"
 
 
 @contextmanager
@@ -146,7 +143,11 @@ def _opened_adapter(
     bare = ModelReference(model=model.model)
     is_base = identity_of(bare) == identity_of(base)
     under = opened if is_base else under or _local(bare, options)
-    place = ModelReference(model=model.lora).local_path(options.transformers_cache)
+    try:
+        place = ModelReference(model=model.lora).local_path(options.transformers_cache)
+    except (OSError, ValueError) as error:
+        plus = "mergekit reads `+` in a model as MODEL+ADAPTER"
+        raise UserError(f"adapter {model.lora}: {plus}: {one_line(error)}") from error
     return open_adapter(place, opened, under, task)
 
 
@@ -212,9 +213,10 @@ def check_model(
     path = model.model.path
     if model.lora is not None and model == base:
         raise UserError(f"`base_model` {base} is a base and an adapter; {MERGE_FIRST}")
-    if model.lora is not None:
-        check_adapter_place(model.lora.path)
-    check_model_place(path)
+    if not os.path.isdir(path) and not may_be_on_the_hub(path):
+        raise UserError(
+            f"model {path}: no such folder (from {os.getcwd()}); recipes expand neither `~` nor `$`"
+        )
     try:
         config = model.config(trust_remote_code=options.trust_remote_code)
     except (ValueError, KeyError, OSError) as error:
@@ -249,30 +251,6 @@ def check_tokenizer_source(config: MergeConfiguration) -> None:
 
 def _has_tokenizer(path: str) -> bool:
     return any(os.path.isfile(os.path.join(path, name)) for name in TOKENIZER_FILES)
-
-
-def check_model_place(path: str) -> None:
-    """Raise UserError if a model can be neither in its folder nor on the Hub."""
-    if not os.path.isdir(path) and not may_be_on_the_hub(path):
-        raise UserError(
-            f"model {path}: no such folder (from {os.getcwd()}); recipes expand neither `~` nor `$`"
-        )
-
-
-def check_adapter_place(path: str) -> None:
-    """Raise UserError if an adapter can be neither in its folder nor on the Hub."""
-    if os.path.isdir(path):
-        if not os.path.isfile(os.path.join(path, "adapter_config.json")):
-            raise UserError(f"adapter {path}: no adapter_config.json; {PLUS}")
-        return
-    there = may_be_on_the_hub(path)
-    if there and os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
-        there = huggingface_hub.try_to_load_from_cache(path, "adapter_config.json") is not None
-    if not there:
-        raise UserError(
-            f"adapter {path}: no such folder (from {os.getcwd()}), nor to be had from the Hugging "
-            f"Face Hub; {PLUS}"
-        )
 
 
 def input_folders(recipe: Recipe) -> Sequence[str]:

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from mergekit.options import MergeOptions
 from tvb_mergekit.core.settings import METHODS
 from tvb_mergekit.errors import UserError, check_names, one_line, refusing, unwinding
 from tvb_mergekit.plugin import replaced
-from tvb_mergekit.plugin.document import Document, RecipeFile, check_unknown_keys, parse
+from tvb_mergekit.plugin.document import Document, check_unknown_keys, parse
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.planner import input_folders, planned
 from tvb_mergekit.plugin.recipe import Recipe, read_recipe, refuse_bases
@@ -87,13 +86,11 @@ def callback(original: Callable[..., Any]) -> Callable[..., Any]:
             if ours := recipe.uses_our_methods():
                 check_names(kwargs.get("out_path") or path)
                 ranks.one_only(str(click.get_current_context().command.name))
-                documents = recipe.documents()
-                _check_documents(documents, path, several="intermediate_dir" in kwargs)
+                _check_documents(recipe.documents(), path, several="intermediate_dir" in kwargs)
         if not ours:
             return original(*args, **kwargs)
-        text = recipe.for_mergekit(documents)
-        with refusing(out=str(kwargs.get("out_path"))), unwinding(), _placed(recipe, text) as place:
-            return original(*args, **{**kwargs, "config_file": place})
+        with refusing(out=str(kwargs.get("out_path"))), unwinding():
+            return original(*args, **kwargs)
 
     return replacement
 
@@ -123,18 +120,6 @@ def _check_documents(documents: list[Any], path: str, several: bool) -> None:
                     f"{path}: `{name}: {value}` is also the `name` of a document, which "
                     "mergekit-multi replaces by its folder; rename the document"
                 )
-
-
-@contextmanager
-def _placed(recipe: RecipeFile, text: str) -> Iterator[str]:
-    """The path of a file with the text: the recipe itself, or a temporary copy."""
-    if text == recipe.text:
-        yield recipe.path
-        return
-    with tempfile.NamedTemporaryFile("w", suffix=".yml", encoding="utf-8") as copy:
-        copy.write(text)
-        copy.flush()
-        yield copy.name
 
 
 def merge_recipe(
