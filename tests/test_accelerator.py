@@ -279,7 +279,9 @@ def test_merges(
     assert found == tuple(map(sum, zip(*passes, strict=True)))
 
 
-@pytest.mark.parametrize("step", [FisherMean(torch.eye(2), torch.ones(1, 2)), Stitch(T)])
+@pytest.mark.parametrize(
+    "step", [FisherMean(torch.eye(2), torch.ones(1, 2)), Stitch(torch.ones(2, 1))]
+)
 def test_learned_steps(step: Any, folder: Path, device: Device) -> None:
     items = items_in(folder)
 
@@ -288,7 +290,7 @@ def test_learned_steps(step: Any, folder: Path, device: Device) -> None:
         combine_pass(items, dict.fromkeys(SHAPES, step), sink, Engine([on]))
         return sink.states[0]
 
-    weights = 2 if isinstance(step, FisherMean) else 0
+    weights = 2 if isinstance(step, FisherMean) else 1
     assert copies(device, run) == (PIECES * (1 + T) + weights, PIECES)
 
 

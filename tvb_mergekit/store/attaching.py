@@ -30,8 +30,8 @@ def attach(
     Args:
         model: any module whose state dict names its tensors as the base's files do, with the
             base's weights in any of float16, bfloat16, float32 and float64.
-        store: a store's folder or its name on the Hub, or bases in memory. Or the model merged by
-            `tvb learn wemoe` that `model` was loaded from, a folder or a name on the Hub.
+        store: a store's folder, or bases in memory. Or the folder of the model merged by `tvb learn
+            wemoe` that `model` was loaded from.
         base: theta_0 of a store; by default where the store says that it is.
 
     Returns:
