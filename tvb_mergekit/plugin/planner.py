@@ -107,7 +107,11 @@ def _tokenizer(task: Any, recipe: Recipe) -> Any:
 def _opened(document: Document, options: MergeOptions) -> tuple[Loaders, MergePlanner]:
     """The open models, and mergekit's plan; local files are checked before any download."""
     recipe, held = document.recipe, document.recipe.opened
-    opened = {m: check_model(m, recipe.base, options, m not in held) for m in recipe.every}
+    opened = {
+        model: check_model(model, recipe.base, options, weights)
+        for model in recipe.every
+        for weights in [model not in held and not _adapts(model, recipe.base)]
+    }
     check_tokenizer_source(document.config)
     tokens = document.config.tokenizer and document.config.tokenizer.tokens
     if recipe.bases and (forced := [name for name, way in (tokens or {}).items() if way.force]):
@@ -131,6 +135,12 @@ def _local(model: ModelReference, options: MergeOptions) -> Checkpoint:
     return Checkpoint.open(model.local_path(options.transformers_cache))
 
 
+def _adapts(model: ModelReference, base: ModelReference) -> bool:
+    """Whether a model is an adapter of the base itself."""
+    bare = ModelReference(model=model.model)
+    return model.lora is not None and identity_of(bare) == identity_of(base)
+
+
 def _opened_adapter(
     model: ModelReference,
     task: str,
@@ -140,9 +150,9 @@ def _opened_adapter(
     options: MergeOptions,
 ) -> Adapter:
     """The adapter of a model, over the opened base or over another model."""
-    bare = ModelReference(model=model.model)
-    is_base = identity_of(bare) == identity_of(base)
-    under = opened if is_base else under or _local(bare, options)
+    if _adapts(model, base):
+        under = opened
+    under = under or _local(ModelReference(model=model.model), options)
     try:
         place = ModelReference(model=model.lora).local_path(options.transformers_cache)
     except (OSError, ValueError) as error:
