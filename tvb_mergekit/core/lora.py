@@ -42,9 +42,11 @@ def cores_of(updates: Sequence[Factors]) -> tuple[Tensor, Tensor, Tensor]:
     Orthonormal P and Q (QR) span the columns of all `left` and the rows of all `right`, so p and q
     are at most the sum of all ranks. Whatever commutes with P and Q may work on the cores.
     """
-    left = torch.linalg.qr(torch.cat([each.left for each in updates], 1).double()).Q
-    right = torch.linalg.qr(torch.cat([each.right for each in updates]).T.double()).Q
-    cores = [(left.T @ u.left.double()) @ (u.right.double() @ right) for u in updates]
+    left, of_left = torch.linalg.qr(torch.cat([each.left for each in updates], 1).double())
+    right, of_right = torch.linalg.qr(torch.cat([each.right for each in updates]).T.double())
+    # P^T left_i and (right_i Q)^T are columns of the two triangles
+    columns = [of.split([each.rank for each in updates], 1) for of in (of_left, of_right)]
+    cores = [one @ other.T for one, other in zip(*columns, strict=True)]
     return left, torch.stack(cores), right
 
 

@@ -80,9 +80,14 @@ def candidate(
         info = gather.weight_info[model]
         names = [info.name, *(info.aliases or ()), *(info.tied_names or ())]
         name = next((n for n in names if n in weights.tensors), None)
-        kind = model.config(trust_remote_code=options.trust_remote_code).model_type
+        adapter = weights if isinstance(weights, Adapter) else None
+        if name is not None and not (adapter and adapter.loose):
+            parts[model] = Part.of(weights, name)
+            loads.append(partial(weights.tensor, name))
+            continue
         load = LoadTensor(model=model, tensor=info.name, aliases=info.aliases).execute
-        if isinstance(weights, Adapter) and (made := _made_of_changes(weights, kind, names)):
+        kind = model.config(trust_remote_code=options.trust_remote_code).model_type
+        if adapter and (made := _made_of_changes(adapter, kind, names)):
             parts[model], load = made
             converted = True
         elif name is not None:

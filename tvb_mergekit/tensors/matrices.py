@@ -248,7 +248,7 @@ def _by_cores(
     left, cores, right = cores_of(updates)
     bases = _combined(cores, encoder)
     core = _by_inputs(settings, item, bases).double()
-    return (left @ core @ right.T).float(), _length(bases)
+    return (left @ core).float() @ right.T.float(), _length(bases)
 
 
 def _length(bases: Tensor) -> float:
