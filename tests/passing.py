@@ -67,5 +67,5 @@ def merge_tensor(
     """One merged tensor in `dtype`, on the base's device."""
     sink = MemorySink(1)
     item = replace(held_item(name, base, models, dtype), tunables=tunables)
-    merge_items(basis, [item], sink, Engine([device]))
+    merge_items(basis, [item], sink, Engine(device))
     return sink.states[0][name].to(base.device)

@@ -40,7 +40,6 @@ PRELOADED = (
     *("processes", *MAINS.values(), "transformers.models.llama.configuration_llama"),
     *(f"tvb_mergekit.{name}" for name in ("cli.inspect", "plugin.inputs", "plugin.run")),
     *(f"tvb_mergekit.store.{name}" for name in ("build", "add")),
-    "preloaded",
 )
 Fault = Callable[[], object]
 
@@ -207,9 +206,3 @@ def not_imported(module: str) -> None:
 
 def little_disk() -> None:
     shutil.disk_usage = lambda path: SimpleNamespace(free=1000, total=1000)  # type: ignore
-
-
-def sees_nothing() -> None:
-    """As on a machine that has the models, but does not see what the others write."""
-    exists = os.path.exists
-    os.path.exists = lambda path: not os.path.basename(path).startswith("tmp") and exists(path)

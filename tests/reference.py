@@ -368,6 +368,10 @@ def coefficients(
     if basis in ("ae", "linear_ae"):
         given = {key: parameters[key] for key in ADAM_KEYS if key in parameters}
         return adam(gram, count, softmax=basis == "ae", **given)  # type: ignore[arg-type]
+    if "encoder" not in stored:  # a merge that needs their sum alone
+        assert basis in ("balanced", "groups") and not stored
+        even, none = np.full((len(gram), count), 1 / len(gram)), np.full((count, len(gram)), np.nan)
+        return Coefficients(even, none, even @ none)
     encoder = stored["encoder"]
     assert encoder.shape == (len(gram), count)
     check_encoder(str(basis), gram, encoder)

@@ -11,6 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import get_ident
@@ -38,11 +39,10 @@ from tvb_mergekit.core.settings import resolve_settings
 from tvb_mergekit.store import loaded
 from tvb_mergekit.store.api import base_of
 from tvb_mergekit.store.export import items_of
-from tvb_mergekit.tensors import layout, passes, stream
+from tvb_mergekit.tensors import passes, stream
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.engine import CPU, Engine
-from tvb_mergekit.tensors.layout import MEMORY, Needs, plan_layout
-from tvb_mergekit.tensors.merging import basis_of, build_basis, merge_items, one_pass
+from tvb_mergekit.tensors.merging import build_basis, merge_items
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import MemorySink
@@ -54,7 +54,8 @@ ALL, TASKS, T = {"basis": "none"}, ["a", "b", "c"], 3
 SHAPES = {"layer": (64, 160), "bias": (96,), "other": (48, 40)}  # 5, 1 and 1 pieces
 PIECES = 7
 # Copies to the device and from it. A pass moves each input of each piece once.
-GRAM = PIECES * (1 + T), PIECES * 2  # back: G and the base's norm
+SUMS = 2 * len(SHAPES)  # back: G and the base's norm, of each tensor
+GRAM = PIECES * (1 + T), SUMS
 LINEAR = PIECES * (1 + T) + 2, PIECES  # also the weights and scales; back: the outputs
 COUNT = PIECES * (1 + T) + 2, 1  # also the weights and the histogram, which comes back
 TRIM = PIECES * (1 + T) + 1, PIECES  # also the weights
@@ -93,12 +94,13 @@ class Device(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
-        # Thread -> memory that its copies read, and the content. A thread waits for its own.
+        # Thread -> memory that its copies read, and the content.
         self.reading: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self.events: list[Event] = []
 
-    def synchronize(self) -> None:
-        for each in self.reading.pop(get_ident(), ()):
-            assert torch.equal(*each), "changed while a copy reads it"
+    def record_event(self) -> "Event":
+        self.events.append(Event(self.reading.pop(get_ident(), [])))
+        return self.events[-1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
@@ -135,6 +137,17 @@ class Device(TorchDispatchMode):
         )
 
 
+@dataclass
+class Event:
+    """After the copies of a thread so far, which read their memory until somebody waits."""
+
+    reading: list[tuple[Tensor, Tensor]]
+
+    def synchronize(self) -> None:
+        while self.reading:
+            assert torch.equal(*self.reading.pop()), "changed while a copy reads it"
+
+
 class Hidden(Tensor):
     is_meta = False
 
@@ -160,7 +173,7 @@ class Hidden(Tensor):
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    """The device in all threads. Chunks are pieces, short, and the same on the CPU."""
+    """The device in all threads. Pieces are short, and the same on the CPU."""
     made = Device()
 
     def enter() -> None:
@@ -168,16 +181,18 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         made.__enter__()
 
     threads = partial(ThreadPoolExecutor, initializer=enter)
-    monkeypatch.setattr(stream, "ThreadPoolExecutor", threads)
+    monkeypatch.setattr(passes, "ThreadPoolExecutor", threads)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: made)
-    monkeypatch.setattr(layout, "chunk_length", lambda rows, kind: BLOCK)
-    monkeypatch.setattr(layout, "DEVICE_WORKERS", 1)
-    monkeypatch.setattr(passes, "fused", lambda items, engine, *outputs: False)
+    monkeypatch.setattr(passes, "PIECE", 1)
+    monkeypatch.setattr(passes, "SHORTEST", BLOCK)
+    monkeypatch.setattr(passes, "DEVICE_THREADS", 1)
     torch._C._set_only_lift_cpu_tensors(True)
     with made:
         yield made
     torch._C._set_only_lift_cpu_tensors(False)
-    assert not made.reading
+    assert not any(made.reading.values())
+    for event in made.events:  # memory that nobody waited for was not filled again
+        event.synchronize()
 
 
 def test_mistakes_fail(device: Device) -> None:
@@ -187,7 +202,7 @@ def test_mistakes_fail(device: Device) -> None:
         "histogram.* no kernel for CUDA": lambda: torch.histogram(there, 2),
         "the host converts": lambda: here.bfloat16().copy_(there),
         "changed while a copy reads it": lambda: (
-            here.to(CUDA, non_blocking=True), here.zero_(), device.synchronize()
+            here.to(CUDA, non_blocking=True), here.zero_(), device.record_event().synchronize()
         ),
     }  # fmt: skip
     for message, mistake in mistakes.items():
@@ -237,45 +252,35 @@ def copies(device: Device, run: Callable[[torch.device], Mapping[str, Any]]) -> 
 @pytest.mark.parametrize("folder", [False, True], indirect=True)  # no count depends on content
 def test_gram(folder: Path, device: Device) -> None:
     items = items_in(folder)
-    assert copies(device, lambda d: vars(gram_of(items, TASKS, Engine([d])))) == GRAM
+    assert copies(device, lambda d: vars(gram_of(items, TASKS, Engine(d)))) == GRAM
 
 
-def merged(
-    method: str, items: Any, engine: Engine, keys: Any, late: bool = False
-) -> dict[str, Tensor]:
-    """The merged tensors and G, which `late` sums on the way if it decides nothing."""
+def merged(method: str, items: Any, engine: Engine, keys: Any) -> dict[str, Tensor]:
+    """The merged tensors, and what the passes summed."""
     sink = MemorySink(1)
     tasks = TaskSet(resolve_settings(method, keys, TASKS), TASKS, [1.0] * T, items)
-    found = one_pass(tasks, engine) if late else None
-    basis, summing = found or (build_basis(tasks, engine), None)
-    merge_items(basis, items, sink, engine, summing=summing)
-    basis = basis if summing is None else basis_of(tasks, summing)
-    return {"G": basis.sums.gram, **sink.states[0]}
+    basis = build_basis(tasks, engine)
+    merge_items(basis, items, sink, engine)
+    return {"sums": basis.sums.gram, **sink.states[0]}
 
 
-BOTH = (False, True)
-MERGES: list[tuple[str, Any, Any, tuple[bool, ...]]] = [
-    ("basis_ta", {"basis": "balanced"}, [GRAM, LINEAR], BOTH),
-    ("basis_ties", ALL, [COUNT, (0, GRAM[1]), TRIM], BOTH),  # G on the way
-    ("basis_iso", ALL, [GRAM, matrices(0, 2)], (False,)),
-    ("basis_iso", {**ALL, "common": 0.5}, [GRAM, matrices(0, 11)], (True,)),
-    ("basis_tsvm", ALL, [GRAM, matrices(0, 11)], (False,)),
-    ("basis_wudi", {**ALL, "flow_time": 30}, [GRAM, matrices(1, 5)], (False,)),
-    ("basis_wudi", {**ALL, "flow_time": "exact"}, [GRAM, matrices(1, 5)], (True,)),
-]  # fmt: skip
+MERGES: list[tuple[str, Any, Any]] = [
+    ("basis_ta", {"basis": "balanced"}, [LINEAR, (0, SUMS)]),  # norms on the way
+    ("basis_ta", {"basis": "pca"}, [GRAM, LINEAR]),
+    ("basis_ties", ALL, [COUNT, (0, SUMS), TRIM]),  # G on the way
+    ("basis_iso", ALL, [(0, SUMS), matrices(0, 2)]),
+    ("basis_iso", {**ALL, "common": 0.5}, [(0, SUMS), matrices(0, 11)]),
+    ("basis_tsvm", ALL, [(0, SUMS), matrices(0, 11)]),
+    ("basis_wudi", {**ALL, "flow_time": 30}, [(0, SUMS), matrices(1, 5)]),
+    ("basis_wudi", {**ALL, "flow_time": "exact"}, [(0, SUMS), matrices(1, 5)]),
+]
 
 
-@pytest.mark.parametrize(
-    ("method", "keys", "passes", "late", "folder"),
-    [(*case, late, late) for *case, each in MERGES for late in each],
-    indirect=["folder"],
-)
-def test_merges(
-    method: str, keys: Any, passes: Any, late: bool, folder: Path, device: Device
-) -> None:
+@pytest.mark.parametrize(("method", "keys", "passes"), MERGES)
+@pytest.mark.parametrize("folder", [False, True], indirect=True)
+def test_merges(method: str, keys: Any, passes: Any, folder: Path, device: Device) -> None:
     items = items_in(folder)
-    found = copies(device, lambda d: merged(method, items, Engine([d]), keys, late))
-    passes = [(0, GRAM[1]) if late and each == GRAM else each for each in passes]
+    found = copies(device, lambda d: merged(method, items, Engine(d), keys))
     assert found == tuple(map(sum, zip(*passes, strict=True)))
 
 
@@ -287,7 +292,7 @@ def test_learned_steps(step: Any, folder: Path, device: Device) -> None:
 
     def run(on: torch.device) -> Mapping[str, Tensor]:
         sink = MemorySink(1)
-        combine_pass(items, dict.fromkeys(SHAPES, step), sink, Engine([on]))
+        combine_pass(items, dict.fromkeys(SHAPES, step), sink, Engine(on))
         return sink.states[0]
 
     weights = 2 if isinstance(step, FisherMean) else 1
@@ -306,12 +311,6 @@ def test_regression_mean(device: Device) -> None:
     assert copies(device, run) == (1 + T, 1 + 2 + 1)
 
 
-def test_two_devices_share_a_merge(folder: Path, device: Device) -> None:
-    items = items_in(folder)
-    here, there = (merged("basis_ties", items, Engine([d] * 2), ALL) for d in (CPU, CUDA))
-    assert all(torch.equal(there[name], here[name]) for name in SHAPES)
-
-
 @pytest.fixture(params=[{}, {"lossless": True}, {"keep": 0.25}], ids=str)
 def stored(request: Any, folder: Path, tmp_path: Path) -> tuple[Path, Bases]:
     base, models = folder / "base.safetensors", {t: folder / f"{t}.safetensors" for t in TASKS}
@@ -324,16 +323,18 @@ def test_stores(stored: tuple[Path, Bases], device: Device) -> None:
 
     def run(on: torch.device) -> Mapping[str, Tensor]:
         sink = MemorySink(1)
-        combine(items, torch.full((T, 1), 0.5), sink, Engine([on]), add_base=True)
+        combine(items, torch.full((T, 1), 0.5), sink, Engine(on), add_base=True)
         return sink.states[0]
 
-    assert copies(device, run) == LINEAR
+    pieces = len(SHAPES) if store.facts.store.codec != "dense" else PIECES  # complete blocks
+    assert copies(device, run) == (pieces * (1 + T) + 2, pieces)
 
 
 def test_live(stored: tuple[Path, Bases], device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change copies each tensor once; `attach` copies back what it compares."""
+    """A change copies each piece once; `attach` copies back what it compares."""
     path, store = stored
     base, states = Checkpoint.open(path), []
+    pieces = len(SHAPES) if store.facts.store.codec != "dense" else PIECES
     for on in (CPU, CUDA):
         model = nn.ParameterDict({name: base.tensor(name).clone() for name in SHAPES})
         model["other"].data = model["other"].data.T.contiguous().T  # other strides
@@ -347,7 +348,7 @@ def test_live(stored: tuple[Path, Bases], device: Device, monkeypatch: pytest.Mo
         attached.use("b")
         counts.append(+device.counts)
         states.append({name: tensor.detach().cpu() for name, tensor in model.items()})
-    assert counts == [{"down": len(list(base.samples()))}, {"up": 3}]
+    assert counts == [{"down": len(list(base.samples()))}, {"up": pieces}]
     assert all(torch.equal(states[1][name], states[0][name]) for name in SHAPES)
 
 
@@ -378,11 +379,6 @@ def test_default_device_of_a_worker_does_not_leak(method: str, keys: Any) -> Non
     assert torch.equal(*results)
 
 
-def test_every_device_gets_its_threads() -> None:
-    devices = [torch.device("cuda", index) for index in range(3)]
-    assert plan_layout(Needs(8, 18, 2), Engine(devices, MEMORY)).workers == 4 * tuple(devices)
-
-
 def test_each_process_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -400,7 +396,7 @@ def test_an_error_in_one_worker_stops_the_others() -> None:
     made[2, 2, 17] = torch.nan
     items = [stream.held_item(f"layer.{n}", base, models) for n, (base, *models) in enumerate(made)]
     with pytest.raises(ValueError, match=r"layer\.2.*`b` holds 1 NaN"):
-        gram_of(items, TASKS[:2], Engine([CPU, CPU]))
+        gram_of(items, TASKS[:2], Engine(CPU))
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU is there")
@@ -409,7 +405,6 @@ def test_an_error_in_one_worker_stops_the_others() -> None:
     [
         ({"cuda": True}, "device `cuda` cannot be used here"),
         ({"device": "cdua"}, "device `cdua` cannot be used here: .*; name another, such as cpu"),
-        ({"multi_gpu": True}, "--multi-gpu: PyTorch sees no accelerator"),
     ],
 )
 def test_a_missing_device_is_refused_before_reading(options, wanted, tiny_models, tmp_path):

@@ -245,7 +245,6 @@ REFUSED: dict[str, str] = {
     "export store out --task mth": "did you mean `math`?",
     "export store out --task math --base math": "the weights of math are others",
     "export store out --task math --base ./nope": "base ./nope: no such",
-    "build recipe.yml out --memory lots": "a size of `lots`: expected a number and a unit",
     "add store new-model --task math": "/store already: give another name",
     "add store new-model --task ''": "empty",
     "add store new-model --task a,b": "comma",
@@ -256,7 +255,6 @@ REFUSED: dict[str, str] = {
     "add store new-model --task n --base code": "are others",
     "add store base --task n": "is the base model",
     "add fresh math --task math --base base": NEW,
-    f"build recipe.yml out --memory {'9' * 400}GB": "a size of `999",
     "inspect recipe.yml --plot x.txt": "expected one of .png",
     "inspect store --plot notes.png": "is a folder",
     "build recipe.yml begun": "/begun.partial is in the way",
@@ -270,7 +268,7 @@ DEVICES = {  # PyTorch's own words
 
 def test_words_that_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first pass."""
-    monkeypatch.setattr("tvb_mergekit.tensors.passes.plan_layout", None)
+    monkeypatch.setattr("tvb_mergekit.tensors.passes.run", None)
     (here / "notes").mkdir()
     (here / "notes/mine.txt").write_text("x")
     (here / "notes.png").mkdir()

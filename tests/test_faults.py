@@ -408,9 +408,6 @@ OF_OUTPUT = {
         fault=unprivileged,
         setup=lambda f: [(f / "shut/out").mkdir(parents=True), (f / "shut").chmod(0o555)],
     ),
-    "block budget": Case(
-        env={"TVB_MERGEKIT_BLOCK_MB": "lots"}, wants=("TVB_MERGEKIT_BLOCK_MB", "`lots`")
-    ),
     "stale": Case(
         setup=lambda f: (f / "out.partial-x").mkdir(), wants=("out.partial-x", "delete"), ok=True
     ),

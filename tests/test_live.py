@@ -302,7 +302,7 @@ def test_uses_that_are_refused_leave_right_weights(sampled, monkeypatch):
     assert live.current == {}
 
     # Interrupted in the middle, after tensors have moved.
-    usual, left = live_.LiveSink.place, 5
+    usual, left = live_.LiveSink.write, 5
 
     def stopped(sink: Any, *given: Any) -> Any:
         nonlocal left
@@ -312,7 +312,7 @@ def test_uses_that_are_refused_leave_right_weights(sampled, monkeypatch):
         return usual(sink, *given)
 
     live.use("safety")
-    monkeypatch.setattr(live_.LiveSink, "place", stopped)
+    monkeypatch.setattr(live_.LiveSink, "write", stopped)
     with pytest.raises(KeyboardInterrupt):
         live.use({"math": 3.0})
     assert live.current is None

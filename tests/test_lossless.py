@@ -20,12 +20,10 @@ from torch import Tensor
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import lossless, units
-from tvb_mergekit.tensors.engine import Engine
-from tvb_mergekit.tensors.lossless import BLOCK, Keeping, Lossless, keep_pass
+from tvb_mergekit.tensors.lossless import BLOCK, Keeping, Lossless
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.source import StateDict
 from tvb_mergekit.tensors.stream import Item, Part
-from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards
 
 by_the_format = partial(formats.lossless, size=BLOCK)
 SIXTEEN = {torch.bfloat16: 7, torch.float16: 10}
@@ -40,19 +38,11 @@ def keep(folder: Path, base: dict[str, Tensor], *models: dict[str, Tensor]) -> l
         own = Part.of(start, name) if fits else None
         inputs = tuple(Part.of(source, name) for source in sources)
         items.append(Item(name, tuple(tensor.shape), own, inputs))
-    keeping = Keeping(items)
-    items = keeping.coded(items)
-    plan = plan_shards(items)
-    writers = [
-        FolderWriter(folder / str(k), plan, {}, output=k, coding=keeping)
-        for k in range(len(models))
-    ]
-    keep_pass(items, keeping, FoldersSink(writers, None, keeping), Engine())
-    found = []
-    for writer in writers:
-        writer.finish()
-        found.append(Lossless.open(writer.folder))
-        found[-1].base = start
+    keeping = Keeping([folder / str(k) for k in range(len(models))], items)
+    keeping.write()
+    found = [Lossless.open(file.folder) for file in keeping.files]
+    for each in found:
+        each.base = start
     return found
 
 

@@ -199,7 +199,7 @@ def test_what_inspect_says(family: Models, built: Bases, tmp_path: Path) -> None
     file = write(family.recipe(), tmp_path / "r")
     made = tvb("build", file, tmp_path / "store", "--lossless", "--quiet").stdout
     assert "; every bit comes back\n" in made
-    said = tvb("inspect", built.path, "--plot", tmp_path / "s.html").output
+    said = tvb("inspect", built.path, "--plot", tmp_path / "s.svg").output
     assert "Every bit comes back; storing changes the sum that addition adds by 0 of" in said
     found = json.loads(tvb("inspect", built.path, "--json").output)
     assert [each["relative_error"] for each in found["kept"]["vectors"]] == [0.0] * len(TASKS)

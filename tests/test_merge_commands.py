@@ -33,7 +33,7 @@ BALANCED = {"basis": "balanced", "num_bases": 2}
 
 @pytest.mark.parametrize("command", ["tvb merge", "mergekit-multi"])
 def test_commands(command: str, world: World, tmp_path: Path) -> None:
-    out, document = tmp_path / "out", world("llama").recipe(**BALANCED)
+    out, document = tmp_path / "out", world("llama").recipe("basis_ties", **BALANCED)
     words = [*command.split(), str(write(document, out)), str(out)]
     if command == "mergekit-multi":
         words[-1:] = ["-I", str(tmp_path), "--out-path", str(out), "--lazy-unpickle"]
@@ -92,24 +92,11 @@ def test_mergekit_pytorch_and_tensors_in_memory(tmp_path: Path) -> None:
             call()
 
 
-REFUSED = [
-    ("basis_ta", ("--out-shard-size", "5 apples"), "500M or 5B"),
-    ("basis_ta", ("--memory", "20KB"), "too little for 5 models at a time"),
-    (
-        "basis_tsvm",
-        ("--memory", "10MB"),
-        "`model.layers.0.mlp.down_proj.weight`, 32 x 64, takes 16",
-    ),
-    ("basis_ties", ("--memory", "60MB"), "a histogram of 2 bases"),
-]
-
-
-@pytest.mark.parametrize(("method", "options", "message"), REFUSED)
-def test_what_is_refused_leaves_nothing(method, options, message, world, tmp_path):
+def test_what_is_refused_leaves_nothing(world, tmp_path):
     out = tmp_path / "out"
-    file = write(world("llama").recipe(method, **BALANCED), out)
-    assert message in refused("merge", file, out, "--quiet", *options)
-    assert list(tmp_path.iterdir()) == [file]
+    file = write(world("llama").recipe("basis_ta", **BALANCED), out)
+    said = refused("merge", file, out, "--quiet", "--out-shard-size", "5 apples")
+    assert "500M or 5B" in said and list(tmp_path.iterdir()) == [file]
 
 
 def test_new_tokens_of_a_union(tmp_path: Path) -> None:

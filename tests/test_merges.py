@@ -369,7 +369,6 @@ class Way:
 
     args: tuple[str, ...] = ()
     shards: str = "5GB"
-    block: str = "256"
     threads: int = 1
     command: str = "mergekit-yaml"
     files: str = "model.safetensors"
@@ -378,8 +377,7 @@ class Way:
 
 WAYS = {
     "three threads": Way(threads=3),
-    "little memory": Way(block="1", threads=2),
-    "tvb merge": Way(("--memory", "300MB"), command="tvb merge", threads=2),
+    "tvb merge": Way(command="tvb merge", threads=2),
     "shards": Way(shards="400KB", threads=2),
     "shards out": Way(("--out-shard-size", "300K"), files="model-?????-of-?????.safetensors"),
     "no card": Way(("--no-write-model-card", "--random-seed", "5"), gone=frozenset({"README.md",
@@ -414,8 +412,7 @@ def test_the_same_bits(name: str, several_chunks: tuple[Any, Result], tmp_path: 
         if way.command == "tvb merge":
             tvb("merge", write(document(way.shards), out), out, "--quiet", *way.args)
         else:
-            env = {"TVB_MERGEKIT_BLOCK_MB": way.block}
-            merge(document(way.shards), out, *way.args, env=env)
+            merge(document(way.shards), out, *way.args)
     finally:
         torch.set_num_threads(before)
     found = Result(out)

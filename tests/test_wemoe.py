@@ -281,9 +281,6 @@ def test_models_and_files_that_do_not_fit(case, tmp_path, monkeypatch):
         library.attach(loaded(case.base), merged.folder)
     with pytest.raises(UserError, match="leave out `base`"):
         library.attach(loaded(merged.folder), merged.folder, case.base)
-    there = {"me/routed": str(merged.folder)}  # on the Hub
-    monkeypatch.setattr("tvb_mergekit.hub.local", lambda path, *_: there.get(str(path), str(path)))
-    assert isinstance(library.attach(loaded(merged.folder), "me/routed"), Routed)
     folder = shutil.copytree(merged.folder, tmp_path / "other")
     place = folder / "basis" / "learned" / "routers.safetensors"
     held = held_in(merged.folder)

@@ -21,12 +21,11 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
     """Tables and sentences as wide as the terminal; in ASCII if its encoding needs that."""
     ascii_only, most = console.options.ascii_only, max(console.width // 4, 10)
     names = [shortened(printable(task, ascii_only), most, ascii_only) for task in inspection.tasks]
-    cosines, of = inspection.cosines
     show([headline(inspection)], console, "bold")
     show(remarks(inspection), console)
     parts: list[list[Sheet | str]] = [
         [_task_sheet(inspection, names)],
-        [cosine_sheet(of, names, cosines)],
+        [cosine_sheet(of, names, values) for values, of in filter(None, [inspection.cosines])],
         [] if inspection.keeps_tasks else _encoder_lines(inspection, names),
         _choice_lines(inspection),
     ]

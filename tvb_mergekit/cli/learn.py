@@ -92,7 +92,7 @@ def method(*options: Body) -> Body:
         def run(**values: Any) -> None:
             _learn(described.__name__, **values)
 
-        shared = ("base", "device", "memory", *MODELS, "quiet")
+        shared = ("base", "device", *MODELS, "quiet")
         for each in reversed((*EVERY, *options)):
             each(run)
         return command(*shared, group=learn, writes="out")(run)

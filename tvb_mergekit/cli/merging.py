@@ -15,7 +15,7 @@ from tvb_mergekit.cli.options import (
     RECIPE_OR_STORE,
     base_of,
     command,
-    devices_of,
+    device_of,
     document_of,
     dtype_of,
     engine_of,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tvb_mergekit.store.store import Bases
 
 
-@command("base", "device", "multi_gpu", "memory", *MODELS, "quiet", writes="out", several=True)
+@command("base", "device", *MODELS, "quiet", writes="out", several=True)
 @argument("recipe", metavar="RECIPE|STORE", type=RECIPE_OR_STORE)
 @argument("out", type=PLACE)
 @option("--method", metavar="NAME", help="For a STORE: add, ties, iso, tsvm, wudi, forget-TASK.")
@@ -47,21 +47,19 @@ def merge(
     out: str,
     method: str | None,
     base: str | None,
-    memory: int,
     **values: Any,
 ) -> None:
     """Merge the models of RECIPE into OUT, with the same bits as `mergekit-yaml`.
 
     RECIPE uses one of our methods, over models or over the bases of a store. A STORE needs no
-    recipe: `tvb merge STORE OUT --method add`. Tensors are streamed. They use at most --memory,
-    for models and shards of any size.
+    recipe: `tvb merge STORE OUT --method add`. Tensors are streamed, for models of any size.
 
     --lora writes a LoRA adapter, which PEFT and servers add to the base. All models of RECIPE are
     adapters, BASE+ADAPTER. Their merge has exact factors, except by basis_ties.
 
     \b
     Example:
-      tvb merge recipe.yml ./merged --memory 2GB
+      tvb merge recipe.yml ./merged
       torchrun --nproc-per-node 4 --no-python tvb merge recipe.yml ./merged
     """
     import torch
@@ -82,17 +80,16 @@ def merge(
         raise UserError("--dtype is for adapters: add --lora")
     for name in ("lora", "dtype"):
         del values[name]
-    devices = devices_of(values)
-    values["device"] = None if values["multi_gpu"] else str(devices[0])
+    values["device"] = str(device_of(values["device"]))
     values["quiet"] |= not ranks.world().leads
     document = document_of(recipe, method, base)
 
     from tvb_mergekit.plugin.run import merge_recipe
 
-    merge_recipe(document, out, memory, **values)
+    merge_recipe(document, out, **values)
 
 
-@command("base", "device", "memory", "quiet", writes="out")
+@command("base", "device", "quiet", writes="out")
 @argument("store", type=PLACE)
 @argument("out", type=PLACE, required=False)
 @option("--task", help="The model of this task, theta_0 + its reconstructed task vector.")

@@ -110,14 +110,6 @@ def _one_line() -> Iterator[None]:
 DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 OPTIONS = {
     "device": click.option("--device", default="auto", help="Device: cpu, cuda, cuda:1 ..."),
-    "multi_gpu": flag("--multi-gpu", help="Compute on all accelerators."),
-    "memory": click.option(
-        "--memory",
-        metavar="SIZE",
-        default="1GB",  # layout.MEMORY
-        help="Maximum memory of tensors in each process, such as 500MB; Python and its libraries "
-        "need about 0.4 GB more.",
-    ),
     "base": click.option("--base", type=PLACE, help="The base model, if the store's path is old."),
     "trust_remote_code": flag("--trust-remote-code", help="Let models run their own code."),
     "allow_crimes": flag("--allow-crimes", help="mergekit's: architectures may differ."),
@@ -168,10 +160,6 @@ def careful(values: dict[str, Any], writes: str = "", several: bool = False) -> 
     place = str(values.get(writes) or "")
     try:
         with logging_above_bars(), refusing(out=place):
-            if "memory" in values:
-                from tvb_mergekit.tensors import layout
-
-                values["memory"] = layout.parse_memory(values["memory"])
             if not several:
                 ranks.one_only(click.get_current_context().command_path)
             with ranks.joined(), refusing(out=place), unwinding():
@@ -206,9 +194,9 @@ def model_options(values: dict[str, Any]) -> Options:
 
 
 def device_of(name: str) -> torch.device:
-    from tvb_mergekit.tensors import layout
+    from tvb_mergekit.tensors import engine
 
-    return layout.device_of(auto_device() if name == "auto" else name)
+    return engine.device_of(auto_device() if name == "auto" else name)
 
 
 def auto_device() -> str:
@@ -228,18 +216,7 @@ def engine_of(values: dict[str, Any]) -> Engine:
     """The engine of a command's options."""
     from tvb_mergekit.tensors.engine import Engine
 
-    return Engine(devices_of(values), values.get("memory"), bars(values["quiet"]))
-
-
-def devices_of(values: dict[str, Any]) -> list[torch.device]:
-    """The devices of `--device` or `--multi-gpu`."""
-    from tvb_mergekit.tensors import layout, ranks
-
-    if not values.get("multi_gpu"):
-        return [device_of(values["device"])]
-    if ranks.launched("LOCAL_WORLD_SIZE", 1) > 1:
-        raise UserError("--multi-gpu is for one process on a machine; several run: leave it out")
-    return layout.accelerators()
+    return Engine(device_of(values["device"]), bars(values["quiet"]))
 
 
 def read_recipe(recipe: str) -> Document:

@@ -87,6 +87,8 @@ def _figure(inspection: Inspection) -> Figure:
 
 
 def _draw_cosines(axes: Axes, inspection: Inspection, names: Sequence[str]) -> None:
+    if inspection.cosines is None:
+        return _say(axes, inspection.why_unknown("gram"))
     cosines, of = inspection.cosines
     values = cosines.numpy()
     # The diagonal is known. The other entries, often small, set the range of the colours.

@@ -84,7 +84,7 @@ def score(paths: tuple[str, ...], out: str | None, **values: Any) -> None:
         click.echo(f"Written to {out}")
 
 
-@command("memory", "device", *MODELS, "quiet", writes="out")
+@command("device", *MODELS, "quiet", writes="out")
 @argument("recipe", type=RECIPE_OR_STORE)
 @option("--tasks", required=True, metavar="T1,T2", help="lm-eval's tasks or groups.")
 @folder("--out", required=True, help="Folder for the results; see below.")
@@ -111,7 +111,7 @@ def score(paths: tuple[str, ...], out: str | None, **values: Any) -> None:
 @option("--batch-size", default="1", help="lm-eval's; `auto` too.")
 @option("--model-args", default="", metavar="K=V,...", show_default=False, help="lm-eval's.")
 def tune(recipe: str, tasks: str, out: str, metadata: str | None, **values: Any) -> None:
-    """Find the coefficient of RECIPE (or of a store's add.yml) by lm-eval's scores.
+    """Find the coefficient of RECIPE (or of a store) by lm-eval's scores.
 
     The coefficient is lambda, or alpha of basis_negate. One model in memory moves along
     theta_0 + lambda * Delta and is scored at each point. Its weights equal those of mergekit-yaml,
@@ -122,7 +122,7 @@ def tune(recipe: str, tasks: str, out: str, metadata: str | None, **values: Any)
     is scored on its validation split. If it has none, a seeded part of the scored items chooses,
     and test_samples.json names the rest, for `lm_eval --samples`.
 
-    Memory: the loaded model, and --memory while models are merged. Disk: up to five times the
+    Memory: the loaded model. Disk: up to five times the
     merged model, below DIR and deleted at the end.
 
     \b

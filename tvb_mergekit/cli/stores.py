@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 OWN = "as wide as the models by default (bfloat16 next to float16: float32)"
 
 
-@command("device", "multi_gpu", "memory", *MODELS, "quiet", writes="store", several=True)
+@command("device", *MODELS, "quiet", writes="store", several=True)
 @argument("recipe", type=RECIPE)
 @argument("store", type=PLACE)
 @option("--dtype", type=DTYPES, help=f"Dtype of the bases; {OWN}.")
@@ -95,7 +95,7 @@ def build(recipe: str, store: str, dtype: DtypeName | None, **values: Any) -> No
     click.echo(f"{store_line(bases)}{kept}")
 
 
-@command("device", "memory", *MODELS, "quiet", writes="plot")
+@command("device", *MODELS, "quiet", writes="plot")
 @argument("path", type=PLACE)
 @flag("--json", "as_text", help="JSON on standard output.")
 @place("--plot", metavar="FILE", help="Write a picture: .png, .svg or .pdf.")
@@ -150,7 +150,7 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
     return Inspection.of(load_store(path, checksums=True))
 
 
-@command("base", "device", "memory", *MODELS, "quiet", writes="store")
+@command("base", "device", *MODELS, "quiet", writes="store")
 @argument("store", type=PLACE)
 @argument("model", type=PLACE)
 @option("--task", required=True, help="The new task's name.")

@@ -135,6 +135,11 @@ class Basis(Combination):
         self.weighted_encoder = scales * self.encoding.encoder
         self.weighted_reconstruction = scales * self.encoding.reconstruction
 
+    @property
+    def waits(self) -> bool:
+        """Whether no pass has summed yet: G does not matter, and a merge finds the norms."""
+        return self.sums.num_parameters == 0
+
 
 @dataclass
 class StoredBases(Combination):
@@ -155,27 +160,28 @@ class StoredBases(Combination):
         self.weighted_reconstruction = self.reconstruction
 
 
-def build(
-    settings: Settings,
-    tasks: Sequence[str],
-    weights: Sequence[float],
-    raw: GramSums,
-) -> Basis:
-    """The basis of unweighted sums.
-
-    Raises:
-        UserError: a task vector is zero, or the settings do not fit the Gram matrix.
-    """
+def check_not_zero(raw: GramSums, tasks: Sequence[str]) -> GramSums:
+    """These unweighted sums; raise UserError if a task vector is zero."""
     for task, square in zip(tasks, raw.gram.diagonal().tolist(), strict=True):
         if square == 0.0:
             raise UserError(
                 f"task `{task}`: its task vector is zero in every tensor that counts: the model is "
                 "identical to the base (or all that was trained is excluded); remove it"
             )
-    sums = raw.scaled(weights)
+    return raw
+
+
+def build(
+    settings: Settings, tasks: Sequence[str], weights: Sequence[float], raw: GramSums
+) -> Basis:
+    """The basis of unweighted sums.
+
+    Raises:
+        UserError: a task vector is zero, or the settings do not fit the Gram matrix.
+    """
+    sums = check_not_zero(raw, tasks).scaled(weights)
     with phase("Encoding"):
-        encoding = encode(sums.gram, settings)
-    return Basis(settings, tasks, sums, encoding, weights)
+        return Basis(settings, tasks, sums, encode(sums.gram, settings), weights)
 
 
 def before_gram(settings: Settings, tasks: Sequence[str], weights: Sequence[float]) -> Basis | None:
@@ -186,7 +192,7 @@ def before_gram(settings: Settings, tasks: Sequence[str], weights: Sequence[floa
     encoding = encode_before(len(tasks), settings)
     if encoding is None:
         return None
-    return Basis(settings, tasks, GramSums.zero(len(tasks)), encoding, weights)
+    return Basis(settings, tasks, GramSums.zero(len(tasks), inner=False), encoding, weights)
 
 
 def unlike(

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ class GramSums:
 
     Attributes:
         gram: T^T T [T, T].
+        inner: Whether it has the inner products of different task vectors, or zeros there.
         matrix_squares: ||theta_0||^2 and ||tau_i||^2 over tensors of two or more dimensions,
             [1 + T]; None for a chunk.
     """
@@ -39,10 +39,11 @@ class GramSums:
     base_norm_squared: float = 0.0
     num_parameters: int = 0
     matrix_squares: Tensor | None = None
+    inner: bool = True
 
     @classmethod
-    def zero(cls, tasks: int) -> GramSums:
-        return cls(_zeros(tasks, tasks), matrix_squares=_zeros(1 + tasks))
+    def zero(cls, tasks: int, inner: bool = True) -> GramSums:
+        return cls(_zeros(tasks, tasks), matrix_squares=_zeros(1 + tasks), inner=inner)
 
     def of_tensor(self, shape: Sequence[int], shares: Sequence[float]) -> GramSums:
         """These sums, of a complete tensor of this shape.
@@ -76,11 +77,14 @@ class GramSums:
 
     def plus(self, other: GramSums) -> GramSums:
         """The sums over both parts. Added in order, they do not depend on processes and threads."""
-        both: dict[str, Any] = {}
-        for name, one in vars(self).items():
-            two = getattr(other, name)
-            both[name] = None if one is None or two is None else one + two
-        return GramSums(**both)
+        mine, theirs = self.matrix_squares, other.matrix_squares
+        return GramSums(
+            self.gram + other.gram,
+            self.base_norm_squared + other.base_norm_squared,
+            self.num_parameters + other.num_parameters,
+            None if mine is None or theirs is None else mine + theirs,
+            self.inner and other.inner,
+        )
 
     def scaled(self, weights: Sequence[float]) -> GramSums:
         """The sums for task vectors scaled by `weights` [T]: exact, since G is bilinear."""
@@ -101,6 +105,14 @@ def products(left: Tensor, right: Tensor) -> Tensor:
     rights = right[:, :whole].unflatten(1, (count, BLOCK)).permute(1, 2, 0)
     total = torch.bmm(lefts, rights).sum(0, dtype=torch.float64)
     return total.add_(left[:, whole:] @ right[:, whole:].T)
+
+
+def squares(rows: Tensor) -> Tensor:
+    """Squared norms of the rows of [R, n], [R] float64; float32 sums as in `products`."""
+    whole = rows.shape[1] // BLOCK * BLOCK
+    blocks = rows[:, :whole].unflatten(1, (-1, BLOCK)) if whole else rows[:, None, :0]
+    total: Tensor = torch.linalg.vector_norm(blocks, dim=2).double().square_().sum(1)
+    return total.add_(torch.linalg.vector_norm(rows[:, whole:], dim=1).double().square_())
 
 
 def symmetric(square: Tensor) -> Tensor:

@@ -125,8 +125,3 @@ def regression_mean(
         )
     solved = torch.cholesky_solve(right.mul_(scales).T, factor)
     return solved.T.mul(scales).float()
-
-
-def regression_bytes(bases: int, outputs: int, inputs: int) -> int:
-    """An upper bound of the bytes of all tensors of `regression_mean`, M bases included."""
-    return 4 * (bases + 1) * outputs * inputs + 8 * (3 * outputs * inputs + 4 * inputs**2)

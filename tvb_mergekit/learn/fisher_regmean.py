@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tvb_mergekit.core.learned import FisherMean, regression_bytes, regression_mean
+from tvb_mergekit.core.learned import FisherMean, regression_mean
 from tvb_mergekit.core.merge import Linear, Step
 from tvb_mergekit.learn import statistics
 from tvb_mergekit.learn.descent import passing
@@ -108,8 +108,7 @@ class StatisticsMethod(Work):
             for item in some:
                 name = known[item.name]
                 one = partial(self._regression, name, encoder, files)
-                size = layer_bytes(item.shape, bases.shape[1], self.dimensions[name])
-                merge_one(item, bases, one, size, sink, engine)
+                merge_one(item, bases, one, sink, engine)
                 update(item.nbytes)
 
     def _regression(self, name: str, encoder: Tensor, files: Any, bases: Tensor) -> Tensor:
@@ -135,8 +134,3 @@ class StatisticsMethod(Work):
 def _sum(tensor: Tensor) -> float:
     """In float64, without a copy of a complete embedding."""
     return sum(float(part.double().sum()) for part in tensor.reshape(-1).split(2**22))
-
-
-def layer_bytes(shape: Sequence[int], bases: int, dimension: int) -> int:
-    """Memory to merge a linear layer whose inputs lie in `dimension` of its weight."""
-    return regression_bytes(bases, shape[1 - dimension], shape[dimension])

@@ -32,11 +32,11 @@ def learn(request: Request) -> None:
     started = time.perf_counter()
     request.check()
     check_output_folder(request.out, input_folders(request.document.recipe))
-    with planned(request.document, request.options, request.memory) as plan:
+    with planned(request.document, request.options) as plan:
         work = METHODS[request.method](request, plan)
         warn_of_stale_parts(request.out)
         check_disk(request.out, plan.output_bytes + work.disk)
-        plan.build()
+        plan.build(inner=True)  # statistics are mixed by the encoder itself
         with staged(request.out) as stage:
             work.place = stage.path.with_name(f"{stage.path.name}.learned")
             work.place.mkdir()

@@ -28,7 +28,6 @@ from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.store import routing
 from tvb_mergekit.store.facts import FOLDER, record_of
 from tvb_mergekit.tensors.checkpoint import FACTS_VERSION
-from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.stream import Item, Sink
 
 LOG = logging.getLogger(__name__)
@@ -68,7 +67,6 @@ class Request:
     precision: Precision = "float32"
     checkpointing: bool = False
     seed: int = 0
-    memory: int = MEMORY
     options: Options = field(default_factory=Options)
 
     def check(self) -> None:
@@ -115,7 +113,7 @@ class Work(ABC):
             raise UserError(NO_TENSOR)
         for name in plan.tensors.changed:
             raise UserError(f"the tokenizer changes `{name}`; leave out `tokenizer_source`")
-        self.device = plan.engine.devices[0]
+        self.device = plan.engine.device
         self.dtype = dtype_from_name(request.precision)
         self.models = TaskModels(plan, self.device)
         self.tasks, self.place = self.models.tasks, Path()

@@ -18,7 +18,7 @@ from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.sources import Candidate, Changed, Source
 from tvb_mergekit.tensors.checkpoint import DTYPES
-from tvb_mergekit.tensors.stream import Item, Part, whole_parts
+from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.taskset import UNCHANGED, check_share, why_left_out
 
 LOG = logging.getLogger(__name__)
@@ -38,7 +38,6 @@ class MergedTensors:
         same_as: The base's second names of tensors -> the name that counts.
         untied: The base ties its output embedding, a model does not.
         tunables: `lambda`, `alpha`, `density` -> all values of it.
-        fresh: Makes the item of a tensor that is loaded whole again, for one pass.
         changed: The tensors that count and that a tokenizer changes.
         zeros: Tensors of the base that take part although no adapter changes them.
         unchanged: Other tensors that no adapter changes -> their elements.
@@ -55,7 +54,6 @@ class MergedTensors:
     untied: bool = False
     tunables: dict[str, set[float]] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
-    fresh: dict[str, Callable[[], Item]] = field(default_factory=dict)
     zeros: Collection[str] = ()
     unchanged: dict[str, int] = field(default_factory=dict)
     _first: dict[tuple[str | None, ...], Item] = field(default_factory=dict)
@@ -111,11 +109,12 @@ class MergedTensors:
         reason = rule(base, models)
         if reason == UNCHANGED and base.name in self.zeros:
             reason = None
-        fresh: Callable[[], Sequence[Part]] | None = None
+        load: Load | None = None
         if whole is not None and not (reason and base.shape):
             load = functools.partial(whole.load, reason is not None)
-            fresh = _loaded_whole(load, [base] if reason else [base, *(p for p in models if p)])
-            base, *rest = fresh()
+            parts = [base] if reason else [base, *(part for part in models if part)]
+            found = zip(parts, load(), strict=True)
+            base, *rest = (replace(p, dtype=t.dtype, shape=tuple(t.shape)) for p, t in found)
             models = [*rest]
             reason = reason or rule(base, models)
         if reason is not None:
@@ -127,14 +126,13 @@ class MergedTensors:
         assert base.shape is not None
         inputs = [part for part in models if part is not None]
         mean = _mean(recipe, name, base.shape, inputs)
-        item = Item(name, base.shape, base, (*inputs, *mean), self._dtype(given, base, inputs))
+        out = self._dtype(given, base, inputs)
+        item = Item(name, base.shape, base, (*inputs, *mean), out, load=load)
         if reason is None:
             counted, tunables = self._count_once(given, item), self._tunables(given)
             item = replace(item, counted_as=counted, tunables=tunables)
             if counted == name and isinstance(whole, Changed):
                 self.changed.add(name)
-        if fresh is not None:
-            self.fresh[name] = lambda: _refreshed(item, *fresh())
         return item
 
     def _dtype(self, given: Candidate, base: Part, inputs: Sequence[Part]) -> torch.dtype:
@@ -199,26 +197,6 @@ def _parts(recipe: Recipe, given: Candidate) -> list[Part | None]:
     shape = None if given.whole else base.shape
     stored = (Part.of(bases.vectors[index], name, "delta") for index in recipe.order)
     return [base, *(replace(part, shape=shape and part.shape) for part in stored)]
-
-
-def _loaded_whole(load: Load, parts: Sequence[Part]) -> Callable[[], Sequence[Part]]:
-    """A function that makes new parts of a tensor; the shapes come from loading it once now."""
-    found = [(tensor.dtype, tensor.shape) for tensor in load()]
-    dtypes, numel = [dtype for dtype, _ in found], found[0][1].numel()
-
-    def fresh() -> list[Part]:
-        every = zip(whole_parts(load, dtypes, numel), parts, found, strict=True)
-        return [
-            replace(p, holds=o.holds, name=o.name, share=o.share, shape=tuple(s))
-            for p, o, (_, s) in every
-        ]
-
-    return fresh
-
-
-def _refreshed(item: Item, base: Part, *models: Part) -> Item:
-    inputs = (*models, *item.inputs[len(models) :]) if item.inputs else ()
-    return replace(item, base=base, inputs=inputs)
 
 
 def _mean(

@@ -25,11 +25,9 @@ from tvb_mergekit.store.facts import Facts
 from tvb_mergekit.store.forms import sums_of
 from tvb_mergekit.tensors import merging, ranks
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.engine import Engine
-from tvb_mergekit.tensors.layout import accelerators, device_of
+from tvb_mergekit.tensors.engine import Engine, device_of
 from tvb_mergekit.tensors.matrices import check_matrices
 from tvb_mergekit.tensors.stream import Item, Sink
-from tvb_mergekit.tensors.summing import RunningSums
 from tvb_mergekit.tensors.taskset import TaskSet
 
 LOG = logging.getLogger(__name__)
@@ -53,7 +51,6 @@ class Plan:
         tokenizer: mergekit's `TokenizerInfo` of the merged model, if the recipe asks for one.
         config: The merged model's configuration.
         built: The basis, after `build`.
-        summing: The Gram matrix of a merge that does not need it before.
     """
 
     recipe: Recipe
@@ -66,7 +63,6 @@ class Plan:
     config: Any = None
     built: Combination | None = None
     learned: Learned | None = None
-    summing: RunningSums | None = None
 
     @property
     def base(self) -> Checkpoint:
@@ -80,12 +76,8 @@ class Plan:
         return self.built
 
     def items(self) -> list[Item]:
-        """The tensors of the merged model for one pass, in the order of the base's files.
-
-        A tensor that is loaded whole stays in memory until read.
-        """
-        fresh = self.tensors.fresh
-        return [fresh[item.name]() if item.name in fresh else item for item in self.tensors.items]
+        """The tensors of the merged model, in the order of the base's files."""
+        return [*self.tensors.items]
 
     @property
     def output_bytes(self) -> int:
@@ -109,39 +101,31 @@ class Plan:
         return tasks
 
     @refusing()
-    def build(self, late: bool = False) -> Combination:
+    def build(self, inner: bool = False) -> Combination:
         """Build the basis, and check the tensors that stay the base's.
 
         Args:
-            late: If the Gram matrix does not change the merge, `merge_into` sums it, and builds the
-                basis of the report.
+            inner: By the Gram matrix, also if the merge needs only what any matrix gives.
 
         Raises:
-            UserError: Too little memory, NaN or infinity, a zero task vector.
+            UserError: NaN or infinity, a zero task vector.
         """
-        settings, store = self.recipe.settings, self.recipe.store
-        memory, world = self.engine.memory, ranks.world()
-        bases = store.num_bases if store else settings.bases_of(len(self.recipe.tasks))
-        if memory is not None and settings.method == "basis_ties":
-            merging.check_tables(bases, memory)
-        check_matrices(settings, self.tasks.items, bases, memory)
+        settings, store, world = self.recipe.settings, self.recipe.store, ranks.world()
+        check_matrices(settings, self.tasks.items)
         left = [item for item in self.items() if item.counted_as is None]
         excluding = [settings, *([] if store is None else [store.settings])]
-        for item in left[world.rank :: world.size]:
+        for item in map(Item.loaded, left[world.rank :: world.size]):
             assert item.base is not None
             name = item.base.name
             tensor = item.whole(item.base) if name is None else self.base.tensor(name)
             check_copied(item.name, tensor, any(s.excludes(item.name) for s in excluding))
-        self.built = self._combination(late)
+        self.built = self._combination(inner)
         return self.built
 
-    def _combination(self, late: bool) -> Combination:
+    def _combination(self, inner: bool) -> Combination:
         recipe, store = self.recipe, self.recipe.store
         if store is None:
-            if late and (found := merging.one_pass(self.tasks, self.engine)) is not None:
-                basis, self.summing = found
-                return basis
-            return self._warned(merging.build_basis(self.tasks, self.engine))
+            return merging.build_basis(self.tasks, self.engine, inner=inner)
         order = list(recipe.order)
         shares = store.shares[order] * torch.tensor(recipe.weights, dtype=torch.float64)
         mean = [] if recipe.mean is None else [len(order)]
@@ -150,24 +134,21 @@ class Plan:
         merging.count_if_needed(stored, self.tasks.items, self.engine)
         return stored
 
-    def _warned(self, basis: Basis) -> Basis:
-        for line in warnings(basis, dict(zip(basis.tasks, self.tasks.models, strict=True))):
-            LOG.warning("%s", line)
-        return basis
-
     def merge_into(self, sink: Sink, items: Sequence[Item]) -> None:
         """Give `sink` the merged tensors, after `build`.
 
         Raises:
-            UserError: As `build`, if the Gram matrix is summed now; a result overflows its dtype.
+            UserError: As `build`, if models are read only now; a result overflows its dtype.
         """
         if self.learned is not None:
             self.learned.merge_into(self, sink, items)
         else:
-            merging.merge_items(self.basis, items, sink, self.engine, summing=self.summing)
+            merging.merge_items(self.basis, items, sink, self.engine)
         self.tasks.check_unchanged()
-        if self.learned is None and self.summing is not None:
-            self.built = self._warned(merging.basis_of(self.tasks, self.summing))
+        if isinstance(self.basis, Basis):
+            models = dict(zip(self.basis.tasks, self.tasks.models, strict=True))
+            for line in warnings(self.basis, models):
+                LOG.warning("%s", line)
 
     def note_unread(self) -> None:
         """Name the stored tensors that the merge did not need, once it is done."""
@@ -208,11 +189,10 @@ class Plan:
         return facts if learned is None else facts.but(method=learned.method), tensors
 
 
-def engine_of(options: MergeOptions, memory: int | None = None) -> Engine:
-    """The engine of a merge: every accelerator with --multi-gpu, else the merge's device.
+def engine_of(options: MergeOptions) -> Engine:
+    """The engine of a merge.
 
     Raises:
         UserError: This machine has no such device.
     """
-    devices = accelerators() if options.multi_gpu else [device_of(options.device or "cpu")]
-    return Engine(devices, memory, bars(options.quiet))
+    return Engine(device_of(options.device or "cpu"), bars(options.quiet))

@@ -38,24 +38,20 @@ from tvb_mergekit.tensors.peft_files import MERGE_FIRST, open_adapter
 
 @contextmanager
 def planned(
-    document: Document,
-    options: MergeOptions,
-    memory: int | None = None,
-    zeros: Collection[str] = (),
+    document: Document, options: MergeOptions, zeros: Collection[str] = ()
 ) -> Iterator[Plan]:
     """The plan of a merge, which may be run within the context.
 
     The document is used up: mergekit rewrites its configuration.
 
     Args:
-        memory: Bytes that the passes may allocate. None: TVB_MERGEKIT_BLOCK_MB.
         zeros: Tensors that take part although no adapter changes them.
 
     Raises:
         UserError, MergeRefused: a reason that stops the merge before its first pass.
     """
     with fresh_loaders():
-        yield _plan(document, options, memory, zeros)
+        yield _plan(document, options, zeros)
 
 
 def plan_only(document: Document, options: MergeOptions, zeros: Collection[str] = ()) -> Plan:
@@ -65,10 +61,8 @@ def plan_only(document: Document, options: MergeOptions, zeros: Collection[str] 
 
 
 @refusing(planning=True)
-def _plan(
-    document: Document, options: MergeOptions, memory: int | None, zeros: Collection[str]
-) -> Plan:
-    engine, world = engine_of(options, memory), ranks.world()
+def _plan(document: Document, options: MergeOptions, zeros: Collection[str]) -> Plan:
+    engine, world = engine_of(options), ranks.world()
     loaders, planner = world.first(lambda: _opened(document, options))
     recipe = document.recipe.over(loaders[document.recipe.base].checkpoint)
     task = planner._tokenizer_task

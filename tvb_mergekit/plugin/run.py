@@ -41,13 +41,14 @@ from tvb_mergekit.tensors.output import (
     check_output_folder,
     warn_of_stale_parts,
 )
-from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards, run_of
+from tvb_mergekit.tensors.passes import share_of
+from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards
 
 LOG = logging.getLogger(__name__)
 # mergekit's options for its own task graph, which none of our methods runs.
 WITHOUT_EFFECT = set(
     "async_write clone_tensors lazy_unpickle lora_merge_cache lora_merge_dtype low_cpu_memory "
-    "read_to_gpu write_threads".split()
+    "multi_gpu read_to_gpu write_threads".split()
 )
 
 
@@ -122,9 +123,7 @@ def _check_documents(documents: list[Any], path: str, several: bool) -> None:
                 )
 
 
-def merge_recipe(
-    document: Document, out: str, memory: int, *, out_shard_size: str, **options: Any
-) -> None:
+def merge_recipe(document: Document, out: str, *, out_shard_size: str, **options: Any) -> None:
     """Merge into the folder `out`, as `mergekit-yaml` does; see `planned`.
 
     Args:
@@ -139,10 +138,10 @@ def merge_recipe(
         shard = parse_kmb(out_shard_size)
     except (ValueError, IndexError) as error:
         raise UserError(f"--out-shard-size {out_shard_size}: expected 500M or 5B ...") from error
-    merge(document, out, MergeOptions(out_shard_size=shard, **options), memory)
+    merge(document, out, MergeOptions(out_shard_size=shard, **options))
 
 
-def merge(document: Document, out: str, options: MergeOptions, memory: int | None = None) -> None:
+def merge(document: Document, out: str, options: MergeOptions) -> None:
     """Merge model folders into the folder `out`, which appears when it is complete; see `planned`.
 
     Raises:
@@ -154,9 +153,9 @@ def merge(document: Document, out: str, options: MergeOptions, memory: int | Non
     with logging_above_bars(), unwinding(), refusing(out=out):
         if ranks.world().leads:
             check_place(out, document.recipe, options)
-        with planned(document, options, memory) as plan, staged(out) as stage:
+        with planned(document, options) as plan, staged(out) as stage:
             check_disk(out, plan.output_bytes)
-            plan.build(late=True)
+            plan.build()
             write_model(plan, document, stage, started)
 
 
@@ -201,7 +200,6 @@ def staged(out: str) -> Iterator[StagedFolder]:
     try:
         stage = world.share(lambda: made)
         assert stage is not None
-        world.check_shared(stage.path)
         yield stage
     finally:
         if made is not None:
@@ -211,13 +209,11 @@ def staged(out: str) -> Iterator[StagedFolder]:
 def write_tensors(plan: Plan, folder: Path) -> None:
     """Merge all tensors into the weight files of `folder`. Only the leader returns."""
     items, world = plan.items(), ranks.world()
-    shards = plan_shards(items, max(plan.options.out_shard_size or 0, 0) or sys.maxsize, world.size)
-    world.agree([[shard.name, [i.name for i in shard.items]] for shard in shards])
-    files = FolderWriter(folder, shards, {"format": "pt"}, rank=world.rank)
-    plan.merge_into(FoldersSink([files]), run_of(shards, world.rank))
-    records = world.collect(files.whole())
+    limit = max(plan.options.out_shard_size or 0, 0) or sys.maxsize
+    files = FolderWriter(folder, plan_shards(items, limit), {"format": "pt"})
+    plan.merge_into(FoldersSink([files]), items[share_of(items)])
     world.dismiss()
-    files.finish(records)
+    files.finish()
 
 
 def _write_companions(plan: Plan, document: Document, folder: Path) -> None:

@@ -24,7 +24,7 @@ from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.store import forms
 from tvb_mergekit.store.export import write_originals
 from tvb_mergekit.store.facts import FileRecord
-from tvb_mergekit.store.forms import check_kept, keeping_of
+from tvb_mergekit.store.forms import check_kept, draws_of
 from tvb_mergekit.store.store import Bases, load, open_vector, read_store_facts
 from tvb_mergekit.store.vectors import Vectors, local_path, write_vectors
 from tvb_mergekit.store.writer import StoreWriter, changing
@@ -183,7 +183,7 @@ def join(
     standing = inputs.settings.but(basis="none", seed=bases.settings.seed)
     kept = replace(inputs, settings=standing, items=items)
     check_kept(kept, share)
-    coding = keeping_of(kept, share)
+    coding = draws_of(kept, share)
     told = "without loss" if share == 1 else f"with {100 * share:.3g} % of its entries"
     growth.tell(f"{inputs.tasks[0]} joins {counted(count, 'task')} {told}; they stay as they are")
     old = bases.facts.store.folders
@@ -191,7 +191,7 @@ def join(
     files = writer.keep(bases)
     config, new = config_of(bases), folders[-1:]
     found, measured = write_vectors(
-        writer.folder, new, items, matrix, config, engine, first=count, coding=coding
+        writer.folder, new, items, matrix, config, engine, first=count, draws=coding
     )
     own = {"errors": torch.zeros(1, dtype=torch.float64)}
     if share == 1:

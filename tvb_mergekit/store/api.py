@@ -36,8 +36,7 @@ from tvb_mergekit.store.forms import kept_share, sums_of
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.store.writer import undo_change
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.engine import Engine
-from tvb_mergekit.tensors.layout import device_of
+from tvb_mergekit.tensors.engine import Engine, device_of
 from tvb_mergekit.tensors.matrices import check_matrices, settings_over
 from tvb_mergekit.tensors.merging import build_basis, count_if_needed, merge_items
 from tvb_mergekit.tensors.source import StateDict, Weights
@@ -111,7 +110,7 @@ def build(
     tensor([0.5000, 0.5000, 0.0000, 0.0000])
     """
     check_types(build, locals())
-    engine = Engine([device_of(device)])
+    engine = Engine(device_of(device))
     inputs = _inputs(base, models, weights or {}, settings)
     told: list[str] = []
     share, dtype = kept_share(lossless, keep, dtype), dtype or torch.float32
@@ -176,7 +175,7 @@ def add(
         UserError: As `add_to_store`.
     """
     check_types(add, locals())
-    engine = Engine([device_of(device)])
+    engine = Engine(device_of(device))
     found, where = (bases, bases.path) if isinstance(bases, Bases) else (None, bases)
     if found is None and where is not None and store.is_store(where):
         found = store.load(where)
@@ -270,7 +269,7 @@ def merge(
         for item in exporting.items_of(bases, found, dtype, sources, settings.excludes)
     ]
     counted = [item for item in items if item.counted_as == item.name]
-    engine = Engine([device_of(device)])
+    engine = Engine(device_of(device))
     combined: Combination
     if bases.keeps_tasks:
         known = None if settings.exclude else sums_of(bases, range(bases.num_bases))
@@ -280,7 +279,7 @@ def merge(
         table = bases.reconstruction(bases.tasks)[: len(sources)]
         combined = StoredBases(settings, bases.tasks, bases.shares, table)
         count_if_needed(combined, counted, engine)
-    check_matrices(settings, items, combined.num_bases, None)
+    check_matrices(settings, items)
     sink = MemorySink(1)
     merge_items(combined, items, sink, engine)
     return sink.states[0]

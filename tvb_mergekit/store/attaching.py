@@ -23,15 +23,15 @@ def attach(
 
     A model merged by `tvb learn wemoe` instead gets its routers: `.route()`, `.reset()`.
 
-    A change reads theta_0 and the store's vectors in pieces, within TVB_MERGEKIT_BLOCK_MB of memory
-    (256 MB). It writes only the parameters that the store holds, in their dtypes and on their
-    devices. A model that was moved, cast or wrapped after `attach` is refused.
+    A change reads theta_0 and the store's vectors in pieces. It writes only the parameters that the
+    store holds, in their dtypes and on their devices. A model that was moved, cast or wrapped after
+    `attach` is refused.
 
     Args:
         model: any module whose state dict names its tensors as the base's files do, with the
             base's weights in any of float16, bfloat16, float32 and float64.
-        store: a store's folder, or bases in memory. Or the folder of the model merged by `tvb learn
-            wemoe` that `model` was loaded from.
+        store: a store's folder, or bases in memory. Or the model merged by
+            `tvb learn wemoe` that `model` was loaded from, a folder.
         base: theta_0 of a store; by default where the store says that it is.
 
     Returns:

@@ -27,7 +27,7 @@ from tvb_mergekit.errors import megabytes
 from tvb_mergekit.store import forms
 from tvb_mergekit.store.export import write_originals
 from tvb_mergekit.store.facts import Facts
-from tvb_mergekit.store.forms import check_kept, keeping_of
+from tvb_mergekit.store.forms import check_kept, draws_of
 from tvb_mergekit.store.report import tensors_of
 from tvb_mergekit.store.store import Bases, dtype_name
 from tvb_mergekit.store.vectors import (
@@ -89,19 +89,18 @@ def build_store(
         if world.leads:
             stack.callback(writer.discard)
         world.share(writer.begin)
-        world.check_shared(writer.folder)
         started = time.perf_counter()
         sums = sums_of(inputs, engine)
         summed = time.perf_counter()
-        basis = world.share(lambda: _basis(inputs, sums, warn))
+        basis = _basis(inputs, sums, warn)
         encoded = time.perf_counter()
         partial, folders = writer.folder, folders_of(basis)
         items = [replace(item, out=dtype) for item in inputs.items]
-        coding = keeping_of(inputs, keep) if keep else None
-        if coding:
+        draws = draws_of(inputs, keep) if keep else []
+        if draws:
             folders = forms.slugs(inputs.tasks, forms.RESERVED)
         stored = len(folders) * sum(item.numel * item.out.itemsize for item in items)
-        if stored > inputs.model_bytes and coding is None:
+        if stored > inputs.model_bytes and not draws:
             more = megabytes(stored - inputs.model_bytes)
             warn(f"the store will take {more} more than the models: take fewer bases or a narrower "
                  "--dtype")  # fmt: skip
@@ -112,14 +111,14 @@ def build_store(
             encoder_matrix(basis),
             inputs.folder,
             engine,
-            coding=coding,
+            draws=draws,
         )
         basis.seconds = {
             "gram": summed - started,
             "encode": encoded - summed,
             "write": time.perf_counter() - encoded,
         }
-        if coding is None:
+        if not draws:
             vectors = dense_vectors(inputs, basis, dtype, files)
         else:
             numbers = _numbers(inputs, basis, measured, keep)
@@ -162,7 +161,7 @@ def inspect_inputs(inputs: TaskSet, engine: Engine = Engine()) -> tuple[Facts, d
     for name, info in base.tensors.items():
         if name not in taking_part and name not in inputs.tied and info.dtype.is_floating_point:
             check_copied(name, base.tensor(name), settings.excludes(name))
-    check_matrices(settings, inputs.items, settings.bases_of(len(inputs.tasks)), None)
+    check_matrices(settings, inputs.items)
     basis = _basis(inputs, sums_of(inputs, engine), LOG.warning)
     vectors = dense_vectors(inputs, basis, torch.float32)
     tensors = {**vectors.tensors, **tensors_of(basis)}

@@ -25,7 +25,7 @@ from tvb_mergekit.store.store import Bases, dtype_name
 from tvb_mergekit.store.vectors import COPIED, copy_config
 from tvb_mergekit.tensors.checkpoint import RESTORE, TOKENIZER_FILES, Checkpoint
 from tvb_mergekit.tensors.engine import Engine
-from tvb_mergekit.tensors.lossless import Keeping, Lossless, keep_pass
+from tvb_mergekit.tensors.lossless import Keeping, Lossless
 from tvb_mergekit.tensors.output import (
     StagedFolder,
     check_disk,
@@ -37,10 +37,8 @@ from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item, Part, Sink
 from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import (
-    MARKER,
     FoldersSink,
     FolderWriter,
-    Shard,
     plan_shards,
 )
 
@@ -199,7 +197,7 @@ def write_originals(
     """Write what the vectors in `folders` below `place` lack of the models; returns the files."""
     made: dict[str, FileRecord] = {}
     for k, (name, source) in enumerate(zip(folders, inputs.sources, strict=True)):
-        held = {item.name for item in inputs.items if _is_own(source, item, item.inputs[k])}
+        held = {item.name for item in inputs.items if _is_own(source, item, k)}
         folder, known = place / name, inputs.base.tensors
         items = []
         for own, info in source.tensors.items():
@@ -208,13 +206,7 @@ def write_originals(
                 base = Part.of(inputs.base, own) if fits else None
                 items.append(Item(own, info.shape, base, (Part.of(source, own),)))
         if items:
-            keeping = Keeping(items)
-            items = keeping.coded(items)
-            writer = FolderWriter(
-                folder, [Shard(REST, tuple(items))], {MARKER: name}, coding=keeping
-            )
-            keep_pass(items, keeping, FoldersSink([writer], keeping), engine, "Rest")
-            writer.finish()
+            Keeping([folder], items, name=REST).write(engine, "Rest")
             made[f"{name}/{REST}"] = record_of(folder / REST)
         files = _write_files(source, inputs.folder, folder, made)
         about = {"tensors": list(source.tensors), "files": files}
@@ -223,11 +215,13 @@ def write_originals(
     return made
 
 
-def _is_own(source: Weights, item: Item, part: Part) -> bool:
+def _is_own(source: Weights, item: Item, number: int) -> bool:
     """Whether an input is the model's tensor of this name, and not one that a tokenizer aligned."""
-    if part.name != item.name or source.in_memory or not part.held:
-        return part.name == item.name
-    own, given = source.tensor(item.name), item.whole(part)
+    same = item.inputs[number].name == item.name
+    if not same or item.load is None:
+        return same
+    item = item.loaded()
+    own, given = source.tensor(item.name), item.whole(item.inputs[number])
     same = own.dtype == given.dtype and own.numel() == given.numel()
     return same and torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (own, given)))
 

@@ -13,8 +13,7 @@ from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.adapter import Adapter
-from tvb_mergekit.tensors.layout import chunk_length
-from tvb_mergekit.tensors.lossless import MANTISSA, Draw, Keeping, Lossless
+from tvb_mergekit.tensors.lossless import MANTISSA, Draw, Lossless
 from tvb_mergekit.tensors.peft_files import MERGE_FIRST
 from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item, Part
@@ -78,8 +77,7 @@ def sums_of(bases: Bases, order: Sequence[int]) -> GramSums | None:
             raise UserError(f"task `{facts.tasks[k]}` of {bases.path} is zero: leave it out")
     if not bases.scales[order].eq(1).all():  # G is of the weighted models
         return None
-    chunks = [chunk_length(count, "cpu") for count in (len(order), len(facts.tasks))]
-    if facts.store.codec == "lossless" and chunks[0] != chunks[1]:
+    if facts.store.codec == "lossless" and len(order) < len(facts.tasks):
         return None  # the last digits of G would not be those of the models
     sizes = [facts.matrix_norms[name] for name in ("base", *(facts.tasks[k] for k in order))]
     return GramSums(
@@ -169,7 +167,7 @@ def default_share(inputs: TaskSet) -> float:
     return 1.0
 
 
-def keeping_of(inputs: TaskSet, share: float) -> Keeping:
-    """The outputs of a pass that keeps a share of the entries of each model."""
+def draws_of(inputs: TaskSet, share: float) -> list[Draw]:
+    """The entries to keep of each model."""
     names = (f"{inputs.settings.seed}/{task}".encode() for task in inputs.tasks)
-    return Keeping(inputs.items, [Draw(xxhash.xxh3_64_intdigest(name), share) for name in names])
+    return [Draw(xxhash.xxh3_64_intdigest(name), share) for name in names]

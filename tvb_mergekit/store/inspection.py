@@ -112,11 +112,6 @@ class Inspection:
         for name, tensor in self.tensors.items():
             if not tensor.isfinite().all():
                 raise UserError(f"basis.safetensors: `{name}` holds NaN or infinity")
-        if "gram" not in self.tensors and not {"decoder", "gram_bases"} <= set(self.tensors):
-            raise UserError(
-                "basis.safetensors holds neither `gram` nor `decoder` and `gram_bases`: "
-                "is it what a merge or `tvb build` wrote?"
-            )
 
     @property
     def tasks(self) -> list[str]:
@@ -153,13 +148,16 @@ class Inspection:
         return None if "base" in self.tasks else self.facts.norms.get("base")
 
     @cached_property
-    def cosines(self) -> tuple[Tensor, str]:
+    def cosines(self) -> tuple[Tensor, str] | None:
         """Cosines [T, T] float64 and the compared vectors: reconstructions if G is not known.
 
-        The diagonal is 1, except for zero vectors, whose rows and columns are 0.
+        The diagonal is 1, except for zero vectors, whose rows and columns are 0. None for a merge
+        that computed no G.
         """
         if self._gram is not None:
             return cosines(self._gram.matrix), "task vectors"
+        if not {"decoder", "gram_bases"} <= set(self.tensors):
+            return None
         decoder = self.tensors["decoder"].numpy()
         root = Gram.of(self.tensors["gram_bases"]).root
         # a vector as small as rounding errors is zero and has no direction
@@ -236,7 +234,9 @@ class Inspection:
             return "not known: the bases are not built yet"
         if self.facts.store and self.facts.store.added:
             return "not known: the store has grown online"
-        return "not known: the bases are of samples" if self.facts.store else "not known"
+        if self.facts.store:
+            return "not known: the bases are of samples"
+        return "not known: this merge needed no Gram matrix; `tvb inspect RECIPE` computes it"
 
 
 def as_json(inspection: Inspection) -> dict[str, Any]:
@@ -246,7 +246,8 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
     """
     matrices = ("eigenvalues", "encoder", "decoder", "reconstruction", "gram_bases")
     known = set(Facts.model_fields) - {"seconds", "checksum"}
-    (values, of), tensors = inspection.cosines, inspection.tensors
+    values, of = inspection.cosines or (None, None)
+    tensors = inspection.tensors
 
     def finite(value: float) -> float | None:
         return value if math.isfinite(value) else None
@@ -259,7 +260,7 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         "norms": inspection.norms,
         "sizes": inspection.sizes,
         "kept": None if inspection.kept is None else asdict(inspection.kept),
-        "cosines": values.tolist(),
+        "cosines": None if values is None else values.tolist(),
         "cosines_of": of,
         "choices": [choice._asdict() for choice in inspection.choices],
         "smallest": {f"{share:g}": count for share, count in inspection.smallest.items()},

@@ -141,12 +141,6 @@ class LiveSink:
     def __init__(self, live: Mapping[str, Tensor]) -> None:
         self._live = live
 
-    def place(self, item: Item, start: int, stop: int) -> Tensor | None:
-        """A tensor in the CPU's memory is written where it is."""
-        tensor = self._live[item.name]
-        on_cpu = tensor.device.type == "cpu" and not tensor.is_inference()
-        return tensor.view(1, -1)[:, start:stop] if on_cpu and tensor.is_contiguous() else None
-
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
         tensor = self._live[item.name]
         with torch.inference_mode(tensor.is_inference()):

@@ -102,10 +102,7 @@ def _unfit(tensor: Tensor) -> str:
 def check_weights(live: Mapping[str, Tensor], base: Weights) -> None:
     """Raise UserError if sampled weights differ from the base, in the model's dtype."""
     fit = {n for n, t in live.items() if base.tensors[n].dtype.is_floating_point and not _unfit(t)}
-    samples = [sample for sample in base.samples() if sample[0] in fit]
-    for sample in samples:
-        base.ahead(*sample)
-    for name, start, stop in samples:
+    for name, start, stop in (sample for sample in base.samples() if sample[0] in fit):
         tensor, info = live[name], base.tensors[name]
         want = base.read(name, start, stop, torch.empty(stop - start, dtype=info.dtype))
         if not torch.equal(elements(tensor, start, stop), want.to(tensor.dtype)):

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,6 +67,9 @@ def facts(tasks: TaskSet, basis: Basis, tunables: Mapping[str, set[float]]) -> F
     if tasks.norms:
         norms = [norm * abs(w) for norm, w in zip(tasks.norms, basis.weights, strict=True)]
     norms = [math.sqrt(basis.sums.base_norm_squared), *norms]
+    losses: dict[str, Any] = dict.fromkeys(LOSSES)
+    if basis.sums.inner:
+        losses = {name: getattr(encoding, name) for name in LOSSES}
     return Facts(
         format_version=FORMAT_VERSION,
         versions=versions(),
@@ -77,7 +81,7 @@ def facts(tasks: TaskSet, basis: Basis, tunables: Mapping[str, set[float]]) -> F
         num_bases=encoding.num_bases,
         num_parameters=basis.sums.num_parameters,
         dtype=tasks.dtype,
-        **{name: getattr(encoding, name) for name in LOSSES},
+        **losses,
         norms=dict(zip(("base", *basis.tasks), norms, strict=True)),
         matrix_norms=dict(zip(("base", *basis.tasks), basis.sums.sizes, strict=True)),
         left_out=dict(tasks.left_out),
@@ -116,7 +120,7 @@ def _values(tunables: Mapping[str, set[float]]) -> dict[str, object]:
 
 
 def tensors_of(basis: Basis) -> dict[str, Tensor]:
-    """All of a merge's `basis.safetensors`, float64."""
+    """All of a merge's `basis.safetensors` that was computed, float64."""
     encoding = basis.encoding
     tensors = {
         "gram": basis.sums.gram,
@@ -125,6 +129,9 @@ def tensors_of(basis: Basis) -> dict[str, Tensor]:
         "decoder": encoding.decoder,
         "reconstruction": encoding.reconstruction if encoding.basis == "pca" else None,
     }
+    if not basis.sums.inner:  # what needs G is not known
+        kept = {"none": ("encoder", "decoder"), "rand_select": ("encoder",)}
+        tensors = {name: tensors[name] for name in kept.get(encoding.basis, ())}
     return {name: t.contiguous() for name, t in tensors.items() if t is not None}
 
 
@@ -244,6 +251,8 @@ def _size(facts: Facts) -> str:
 
 def measures(facts: Facts) -> list[str]:
     """Lines on loss, bounds and retained energy, where they are known."""
+    if facts.loss is None and facts.store is None:
+        return ["No Gram matrix: this merge needs none; `tvb inspect RECIPE` computes it"]
     lines = []
     if facts.loss is not None:
         gap = "" if facts.relative_gap is None else f" (relative gap {facts.relative_gap:.2e})"

@@ -9,7 +9,6 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +34,21 @@ from tvb_mergekit.store.report import LOSSES, facts, tensors_of, versions
 from tvb_mergekit.store.store import MEAN, Bases, basis_folder, dtype_name, numbers_of
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.engine import Engine
-from tvb_mergekit.tensors.lossless import Keeping, keep_pass
+from tvb_mergekit.tensors.lossless import Draw, Keeping
 from tvb_mergekit.tensors.output import check_disk
-from tvb_mergekit.tensors.passes import combine_pass
+from tvb_mergekit.tensors.passes import combine_pass, share_of
 from tvb_mergekit.tensors.source import StateDict
 from tvb_mergekit.tensors.stream import Item, Sink
 from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import (
     MARKER,
     SHARD_BYTES,
+    Appender,
     FoldersSink,
     FolderWriter,
     MemorySink,
     plan_shards,
-    run_of,
+    records_of,
 )
 
 # Basis of a store -> the compression of `tvb add`. Other stores cannot grow.
@@ -195,47 +195,43 @@ def write_vectors(
     engine: Engine,
     *,
     first: int = 0,
-    coding: Keeping | None = None,
+    draws: Sequence[Draw] = (),
 ) -> tuple[dict[str, FileRecord], list[list[float]]]:
-    """Write vectors of a store; returns their files, and the norms that `coding` measured.
-
-    Each of several processes writes its share. Rank 0 completes the folders.
+    """Write vectors of a store; returns their files, and what `Keeping.write` measured.
 
     Args:
         place: the folder of the folders `names`.
         matrix: the factors of the items' inputs in each vector.
         config: the folder of the configuration that the vectors get.
         first: the index of the first of these vectors in the store.
-        coding: of the vectors, if the items' inputs themselves are kept.
+        draws: keep the items' inputs themselves, or a sample of each.
     """
-    world = ranks.world()
-    items = coding.coded(items) if coding else items
-    # mergekit-pytorch reads bare weights from one file.
-    limit, runs = (SHARD_BYTES, world.size) if config else (sys.maxsize, 1)
-    plan = plan_shards(items, limit, runs)
-    writers = [
-        FolderWriter(place / name, plan, {"format": "pt", MARKER: name}, world.rank, k, coding)
-        for k, name in enumerate(names)
-    ]
-    size = len(names) * sum(item.numel * item.width for item in items)
-    check_disk(str(place), size // 4 if coding else size)
-    sink, mine = FoldersSink(writers, coding), run_of(plan, world.rank)
-    if coding:
-        keep_pass(mine, coding, sink, engine)
-    else:
-        _combine(mine, matrix, sink, engine)
-    records = world.collect([writer.whole() for writer in writers])
+    world, measured = ranks.world(), list[list[float]]()
+    limit = SHARD_BYTES if config else sys.maxsize  # a bare state dict has no index
+    size = len(names) * sum(item.written for item in items)
+    check_disk(str(place), size // 4 if draws else size)
+    folders, writers = [place / name for name in names], list[FolderWriter | Appender]()
+    if not draws:
+        plan = plan_shards(items, limit)
+        dense = [FolderWriter(f, plan, {"format": "pt", MARKER: f.name}) for f in folders]
+        _combine(items[share_of(items)], matrix, FoldersSink(dense), engine)
+        writers += dense
+    elif world.leads:  # blocks are appended in order
+        keeping = Keeping(folders, items, draws, limit)
+        measured = keeping.write(engine)
+        writers += keeping.files
+    world.collect(None)  # all have written
 
     def finish() -> dict[str, FileRecord]:
         files = {}
-        for index, (writer, *written) in enumerate(zip(writers, *records, strict=True), first):
-            for name, record in writer.finish(written).items():
+        for index, writer in enumerate(writers, first):
+            writer.finish()
+            for name, record in records_of(writer.folder, writer.plan).items():
                 files[f"{writer.folder.name}/{name}"] = FileRecord.model_validate(record)
-            files |= copy_config(config, writer.folder, index, tokenizer=not coding)
+            files |= copy_config(config, writer.folder, index, tokenizer=not draws)
         return files
 
-    measured = chain(*world.collect(sink.measured))
-    return world.share(finish), [each[len(names) if coding else 0 :] for each in measured]
+    return world.share(finish), world.share(lambda: measured)
 
 
 def in_memory(

@@ -67,7 +67,8 @@ class Checkpoint(Weights):
     shards: tuple[str, ...]
     tensors: dict[str, TensorInfo]
     _mapped: dict[str, object] = field(default_factory=dict, repr=False)
-    _reading: dict[str, BinaryIO] = field(default_factory=dict, repr=False)  # at most one file
+    _local: threading.local = field(default_factory=threading.local, repr=False)
+    _copy: tuple[str, Tensor] = field(default=("", torch.empty(0)), repr=False)
     _seen: dict[str, object] = field(default_factory=dict, repr=False)  # identities of the shards
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
@@ -135,41 +136,38 @@ class Checkpoint(Weights):
         info = self.tensors[name]
         chunk = out[: stop - start]
         if info.offset is None:  # a PyTorch file
-            return chunk.copy_(self.tensor(name).reshape(-1)[start:stop])
+            return chunk.copy_(self._flat(name)[start:stop])
         file = self._file(info.shard)
-        place = info.offset + start * info.dtype.itemsize
+        file.seek(info.offset + start * info.dtype.itemsize)
         left = memoryview(chunk.view(torch.uint8).numpy())  # type: ignore[arg-type]
         while left:
-            count = _read_at(file, left, place)
+            count = file.readinto(left)  # type: ignore[attr-defined]
             if not count:
                 raise UserError(
                     f"{self.folder / info.shard}: ends in tensor `{name}`; the file was changed "
                     "while it was read"
                 )
-            left, place = left[count:], place + count
+            left = left[count:]
         return chunk
 
-    def ahead(self, name: str, start: int, stop: int) -> None:
-        """Ask the operating system to cache elements `start` to `stop`.
-
-        A redundant request costs a tenth of a read. So the request is made only if the last byte
-        is not cached.
-        """
-        info = self.tensors[name]
-        if info.offset is None or not hasattr(os, "posix_fadvise"):
-            return
-        place, end = (info.offset + at * info.dtype.itemsize for at in (start, stop))
-        file = self._file(info.shard)  # this reference keeps it open
-        if not _cached(file, end - 1):
-            os.posix_fadvise(file.fileno(), place, end - place, os.POSIX_FADV_WILLNEED)
+    def _flat(self, name: str) -> Tensor:
+        """A tensor of a PyTorch file, flattened. A copy of one that is stored in another order (by
+        columns, say) is kept until the next one is read."""
+        if (tensor := self.tensor(name)).is_contiguous():
+            return tensor.view(-1)
+        with self._lock:
+            if self._copy[0] != name:
+                self._copy = name, tensor.reshape(-1)
+            return self._copy[1]
 
     def _file(self, shard: str) -> BinaryIO:
-        """An open file. It closes when another one is open and no reader holds it."""
-        with self._lock:
-            if shard not in self._reading:
-                self._check_unchanged(shard)
-                self._reading = {shard: cast(BinaryIO, _File(os.fspath(self.folder / shard)))}
-            return self._reading[shard]
+        """An open file of this thread, which holds one file of a checkpoint open."""
+        if getattr(self._local, "shard", None) != shard:
+            self._check_unchanged(shard)
+            path = os.fspath(self.folder / shard)
+            self._local.file, self._local.shard = cast(BinaryIO, OwnFile(path)), shard
+        file: BinaryIO = self._local.file
+        return file
 
     def _check_unchanged(self, shard: str) -> None:
         """Raise UserError if a file is not the one whose header is known."""
@@ -235,27 +233,11 @@ def weight_files(folder: str | os.PathLike[str]) -> list[str]:
     return sorted(entry for entry in os.listdir(folder) if entry.endswith(endings))
 
 
-class _File(io.FileIO):
-    """A file that closes without a warning when no reader holds it."""
+class OwnFile(io.FileIO):
+    """A file that closes without a warning when its thread ends."""
 
     def __del__(self) -> None:
         self.close()
-
-
-def _read_at(file: BinaryIO, part: memoryview, place: int) -> int:
-    """Fill `part` from byte `place` on; returns the number of bytes read."""
-    if hasattr(os, "preadv"):
-        return os.preadv(file.fileno(), [part], place)
-    with open(file.name, "rb", buffering=0) as own:  # Windows: threads would share one position
-        own.seek(place)
-        return own.readinto(part)
-
-
-def _cached(file: BinaryIO, place: int) -> bool:
-    try:
-        return os.preadv(file.fileno(), [bytearray(1)], place, os.RWF_NOWAIT) == 1
-    except (AttributeError, OSError):  # another system or file system; not in memory
-        return False
 
 
 def _index(folder: Path) -> dict[str, list[str] | None]:

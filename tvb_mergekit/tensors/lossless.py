@@ -8,10 +8,12 @@ each block. `docs/files.md` has the formats.
 from __future__ import annotations
 
 import hashlib
+import json
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,18 +26,17 @@ from torch import Tensor
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import DTYPES, NAMES, Checkpoint
 from tvb_mergekit.tensors.engine import CPU, Engine
-from tvb_mergekit.tensors.layout import Needs, plan_layout
-from tvb_mergekit.tensors.passes import read_width
-from tvb_mergekit.tensors.quantized import Coding, Decoded, Parsed
+from tvb_mergekit.tensors.passes import Reader, run
+from tvb_mergekit.tensors.quantized import VERSION, Decoded, Parsed
 from tvb_mergekit.tensors.source import Holds
-from tvb_mergekit.tensors.stream import Item, Piece, PieceBuffer, Sink, deliver
+from tvb_mergekit.tensors.stream import Item, Piece
+from tvb_mergekit.tensors.writing import MARKER, SHARD_BYTES, Appender, Shard, plan_shards
 
 BLOCK = 2**17  # elements that are decoded together
 INDEX = np.dtype([("bytes", "<u4"), ("form", "u1"), ("xxh3", "<u8")])  # of a block: 13 bytes
 PLAIN, ZSTD, UNITS = range(3)  # forms of a block
 MANTISSA = {torch.bfloat16: 7, torch.float16: 10}  # dtype -> bits
 LEVEL = 1  # of zstd; 3 took a third longer, and more bytes
-SCRATCH = 16 * BLOCK  # bytes of one thread
 
 
 @dataclass(frozen=True)
@@ -145,13 +146,6 @@ class Lossless(Decoded):
                 "if `tvb inspect STORE` finds nothing"
             )
         return theta
-
-    def ahead(self, name: str, start: int, stop: int) -> None:
-        if start < stop:
-            index, ends = self._index(name)
-            first = start // BLOCK
-            low = int(ends[first]) - int(index["bytes"][first])
-            self.stored.ahead(name, low, int(ends[(stop - 1) // BLOCK]))
 
     def fingerprint(self) -> str:
         """64 hexadecimal digits from the names, dtypes, shapes and checksums of all blocks.
@@ -263,74 +257,99 @@ def _checksum(values: Tensor) -> int:
     return xxhash.xxh3_64_intdigest(_bytes_of(values))
 
 
-class Keeping(Coding):
-    """The inputs of `keep_pass`, or a sample of each.
+class Keeping:
+    """Writes every input of some items, or a sample of it, to the bit, coded next to the base.
 
-    `measured` returns the bytes of each of K outputs. Of samples it also returns K squared norms of
-    task vectors, then of errors.
+    Args:
+        items: all with the same number of inputs, a file of each in its folder.
+        samples: of each input; none: complete models.
+        limit: bytes of a file, before coding.
     """
 
-    def __init__(self, items: Sequence[Item], samples: Sequence[Draw] = ()) -> None:
-        super().__init__()
-        self.count = len(items[0].inputs) if items else 0
-        self.samples = samples or [ALL] * self.count
-        self.share = self.samples[0].share if self.samples else 1.0
-        self.key = (Lossless if self.share == 1 else Sampled).key
-        self._dtypes = {i.name: [part.dtype for part in i.inputs] for i in items}
-        self._made: dict[tuple[str, int], list[NDArray[Any]]] = {}  # indices of pieces
-        self._before: list[list[NDArray[Any]]] = [[] for _ in range(self.count)]  # of this tensor
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        items: Sequence[Item],
+        samples: Sequence[Draw] = (),
+        limit: int = SHARD_BYTES,
+        name: str = "",
+    ) -> None:
+        self._items, self._samples = items, samples or [ALL] * len(folders)
+        raw = [replace(item, out=item.inputs[0].dtype) for item in items]
+        plan = [Shard(name, tuple(raw))] if name else plan_shards(raw, limit)
+        self.files = [
+            Appender(folder, plan, partial(_described, folder.name, number, sample), _most)
+            for number, (folder, sample) in enumerate(zip(folders, self._samples, strict=True))
+        ]
 
-    def widths(self, name: str) -> tuple[int, ...]:
-        return tuple(dtype.itemsize for dtype in self._dtypes[name])
+    def write(self, engine: Engine = Engine(), title: str = "Models") -> list[list[float]]:
+        """Write all tensors in order.
 
-    def described(self, output: int, items: Sequence[Item]) -> dict[str, Any]:
-        sample, dtypes = self.samples[output], self._dtypes
-        said = {"seed": sample.seed, "share": sample.share} if sample.share < 1 else {}
-        tensors = {i.name: [NAMES[dtypes[i.name][output]], list(i.shape)] for i in items}
-        return {**said, "tensors": tensors}
+        Returns:
+            Of samples, for each tensor: the squared norms of the task vectors, then of the errors.
+        """
+        measured: list[list[float]] = []
+        sums, before = np.zeros(0), [list[NDArray[Any]]() for _ in self.files]
+        engine = replace(engine, device=CPU)
+        for piece, coded in run(self._items, self._coded, engine, title, grain=BLOCK):
+            last = piece.stop == piece.item.numel
+            for file, (data, index, _), indices in zip(self.files, coded, before, strict=True):
+                indices.append(index)
+                end = [np.concatenate(indices).tobytes()] if last else []
+                file.append(b"".join([*data, *end]), last)
+                if last:
+                    indices.clear()
+            found = np.array([each[2] for each in coded]).T.reshape(-1)
+            sums = found if piece.start == 0 else sums + found
+            if last:
+                measured.append(sums.tolist())
+        for file in self.files:
+            file.finish()
+        return measured
 
-    def encode(self, item: Item, start: int, values: Sequence[Tensor], out: Tensor) -> None:
-        """Code a piece, which begins with a block: base and models."""
-        base, models = (values[0], values[1:]) if item.base is not None else (None, values)
-        indices, more = [], list[list[float]]()
-        for sample, whole, row in zip(self.samples, models, out, strict=True):
-            index, place = np.zeros(-(-len(whole) // BLOCK), INDEX), 0
-            sums = [0.0] * (2 if self.share < 1 else 0)
-            for b, theta in enumerate(whole.split(BLOCK) if len(whole) else ()):
-                beside = None if base is None else base[b * BLOCK :][: len(theta)]
+    def _coded(self, piece: Piece, reader: Reader) -> list[tuple[list[bytes], Any, list[float]]]:
+        """Of each input: the blocks of a piece, their index, and what is measured."""
+        item = piece.item
+        base = None if item.base is None else reader.stored(item.base, piece)
+        made = []
+        for sample, part in zip(self._samples, item.inputs, strict=True):
+            whole, share = reader.stored(part, piece), sample.of(item.shape)
+            blocks = whole.split(BLOCK) if len(whole) else ()
+            data, index = list[bytes](), np.zeros(len(blocks), INDEX)
+            sums = [0.0] * (2 if sample.share < 1 else 0)
+            for number, theta in enumerate(blocks):
+                beside = None if base is None else base[number * BLOCK :][: len(theta)]
                 if sums:
                     assert beside is not None, "a task vector has a base"
                     places: Tensor | slice = slice(None)
-                    if (share := sample.of(item.shape)) < 1:
-                        places = sample.places(item.name, start // BLOCK + b, len(theta))
+                    if share < 1:
+                        block = piece.start // BLOCK + number
+                        places = sample.places(item.name, block, len(theta))
                     numbers = _measured(theta, beside, places, share)
                     sums = list(map(operator.add, sums, numbers))
                     theta, beside = theta[places], beside[places]
                 fits = beside is not None and theta.dtype == beside.dtype in MANTISSA
-                form, made = encode(theta, beside if fits else None)
-                if made:
-                    stored = torch.frombuffer(bytearray(made), dtype=row.dtype)
-                    row[place : place + len(made)] = stored
-                index[b], place = (len(made), form, _checksum(theta)), place + len(made)
-            indices.append(index)
-            more.append(sums)
-        self._made[item.name, start] = indices
-        self._found[item.name, start] = list(chain(*zip(*more, strict=True)))
-
-    def rows(self, item: Item, start: int, stop: int, values: Tensor) -> list[Tensor]:
-        """Blocks, and at the end of a tensor the index."""
-        made = []
-        for row, index, before in zip(
-            values, self._made.pop((item.name, start)), self._before, strict=True
-        ):
-            before.append(index)
-            made.append(row[: int(index["bytes"].sum())])
-            if stop == item.numel:
-                whole = np.concatenate(before)
-                made[-1] = torch.cat([made[-1], torch.from_numpy(whole.view(np.uint8))])
-                before.clear()
-        self._found[item.name, start][:0] = [float(len(row)) for row in made]
+                form, coded = encode(theta, beside if fits else None)
+                data.append(coded)
+                index[number] = len(coded), form, _checksum(theta)
+            made.append((data, index, sums))
         return made
+
+
+def _most(item: Item) -> int:
+    """The most bytes of a coded tensor: blocks as they are, and their index."""
+    size = max(part.dtype.itemsize for part in item.inputs)
+    return size * item.numel + INDEX.itemsize * -(-item.numel // BLOCK)
+
+
+def _described(label: str, number: int, sample: Draw, items: Sequence[Item]) -> dict[str, str]:
+    """The metadata of a file of these tensors."""
+    said: dict[str, Any] = {"version": VERSION}
+    if sample.share < 1:
+        said |= {"seed": sample.seed, "share": sample.share}
+    said["tensors"] = {i.name: [NAMES[i.inputs[number].dtype], list(i.shape)] for i in items}
+    key = (Lossless if sample.share == 1 else Sampled).key
+    return {"format": "pt", MARKER: label, key: json.dumps(said)}
 
 
 def _measured(theta: Tensor, base: Tensor, places: Tensor | slice, share: float) -> list[float]:
@@ -338,21 +357,3 @@ def _measured(theta: Tensor, base: Tensor, places: Tensor | slice, share: float)
     tau = (theta.float() - base.float()).double()
     square, held = float(tau.square().sum()), float(tau[places].square().sum())
     return [square, (1 / share - 1) ** 2 * held + square - held]
-
-
-def keep_pass(
-    items: Sequence[Item], keeping: Keeping, sink: Sink, engine: Engine, title: str = "Models"
-) -> None:
-    """Give `sink` every input of `keeping.coded` items to the bit, coded next to the base."""
-    count = keeping.count
-    written = count * max((item.width for item in items), default=0)
-    engine = replace(engine, devices=[CPU])
-    needs = Needs(count, read_width(items), written, kept=SCRATCH * 2)
-    layout = plan_layout(needs, engine, block=BLOCK)
-
-    def work(device: torch.device) -> Callable[[Piece, Tensor], None]:
-        buffer = PieceBuffer(layout.buffer_bytes)
-        return lambda piece, out: keeping.encode(piece.item, piece.start, buffer.read(piece), out)
-
-    update = engine.progress(title, sum(item.nbytes for item in items))
-    deliver(items, layout, count, work, sink, lambda piece, _: update(piece.nbytes))

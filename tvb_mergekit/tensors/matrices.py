@@ -6,24 +6,21 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Combination
-from tvb_mergekit.core.bill import matrix_bytes
 from tvb_mergekit.core.lora import Factors, cores_of
 from tvb_mergekit.core.matrices import rounding_noise
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.core.settings import GLOBAL_KEYS, METHODS, Settings
-from tvb_mergekit.errors import UserError, counted, megabytes
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import silent
 from tvb_mergekit.tensors.engine import Engine
-from tvb_mergekit.tensors.passes import LEAST, combine_pass
+from tvb_mergekit.tensors.passes import RunningSums, combine_pass
 from tvb_mergekit.tensors.source import StateDict, Weights
 from tvb_mergekit.tensors.stream import Item, Part, Sink
-from tvb_mergekit.tensors.summing import RunningSums
 from tvb_mergekit.tensors.writing import Stacked
 
 LOG = logging.getLogger(__name__)
@@ -44,18 +41,6 @@ def settings_over(base: Weights, settings: Settings) -> Settings:
     return settings.but(transposed=pattern) if used and not settings.transposed else settings
 
 
-class Largest(NamedTuple):
-    """The matrix that needs the most memory."""
-
-    name: str
-    shape: tuple[int, int]
-    nbytes: int
-
-    def __str__(self) -> str:
-        rows, columns = self.shape
-        return f"`{self.name}`, {rows} x {columns}, takes {megabytes(self.nbytes + LEAST)}"
-
-
 def count_matrices(settings: Settings, item: Item, bases: int) -> int:
     """The number of matrices in a tensor; 0 if it is merged as a vector."""
     if not settings.is_matrix(item.name, item.shape):
@@ -65,54 +50,18 @@ def count_matrices(settings: Settings, item: Item, bases: int) -> int:
     return 1 if len(item.shape) == 2 else item.shape[0]
 
 
-def largest_matrix(settings: Settings, items: Sequence[Item], bases: int) -> Largest | None:
-    """The matrix that needs the most memory; None if the method does not merge matrices.
-
-    Raises:
-        UserError: `matrices` does not match the name of one.
-    """
-    held = 1 if settings.sum_alone else bases
+def check_matrices(settings: Settings, items: Sequence[Item]) -> None:
+    """Raise UserError if `matrices` does not match the name of a matrix."""
     if settings.matrices is not None:
         if not any(settings.is_matrix(item.name, item.shape) for item in items):
             raise UserError(
                 f"`matrices` is {settings.matrices!r}: it is found in the name of no tensor of two "
                 "or three dimensions that takes part; leave it out, or mend it"
             )
-    found = [
-        Largest(item.name, (rows, columns), _bytes_of(settings, held, item))
-        for item in items
-        if count_matrices(settings, item, bases)
-        for rows, columns in [item.shape[-2:]]
-    ]
-    return max(found, key=lambda each: each.nbytes, default=None)
-
-
-def _bytes_of(settings: Settings, bases: int, item: Item) -> int:
-    """The memory of merging one matrix of a tensor, in bytes."""
-    rows, columns = item.shape[-2:]
-    if settings.is_transposed(item.name):
-        rows, columns = columns, rows
-    return matrix_bytes(settings, bases, rows, columns, _is_sampled(item))
 
 
 def _is_sampled(item: Item) -> bool:
     return any(part.share < 1 for part in item.inputs)
-
-
-def check_matrices(
-    settings: Settings, items: Sequence[Item], bases: int, memory: int | None
-) -> None:
-    """Raise UserError unless `memory` bytes hold the largest matrix; None: any memory."""
-    largest = largest_matrix(settings, items, bases)
-    if largest is None:
-        return
-    LOG.info("%s", largest)
-    if memory is not None and largest.nbytes + LEAST > memory:
-        fewer = "" if settings.sum_alone else f" with {counted(bases, 'basis')}"
-        raise UserError(
-            f"{megabytes(memory)} of memory are too little for {settings.method}: tensor {largest}"
-            f"{fewer}; raise --memory{fewer and ', or take fewer bases'}"
-        )
 
 
 class Joined:
@@ -142,10 +91,7 @@ def _moved(part: Part, first: int) -> Part:
     def read(start: int, stop: int, buffer: Tensor) -> Tensor:
         return part.read(first + start, first + stop, buffer)
 
-    def ahead(start: int, stop: int) -> None:
-        part.ahead(first + start, first + stop)
-
-    return replace(part, read=read, ahead=ahead)
+    return replace(part, read=read)
 
 
 def merge_matrices(
@@ -155,12 +101,11 @@ def merge_matrices(
     sink: Sink,
     add_base: bool,
     engine: Engine,
-    summing: RunningSums | None = None,
+    sums: RunningSums | None = None,
 ) -> Iterator[bool]:
     """Merge each matrix of a tensor in two or three dimensions; results as of `merge_one`."""
     encoder = merged_encoder(basis)
     rows, columns = item.shape[-2:]
-    held = _bytes_of(basis.settings, encoder.shape[1], item)
     starts = range(0, max(1, item.numel), max(1, rows * columns))  # one if it is empty
     for number, first in enumerate(starts):
         matrix = item if len(item.shape) == 2 else slice_of(item, first, (rows, columns))
@@ -171,7 +116,7 @@ def merge_matrices(
             yield _add(matrix, merged, together, within, engine, scale, add_base)
             continue
         merging = partial(_merged, basis.settings, matrix, encoder)
-        yield merge_one(matrix, encoder, merging, held, within, engine, scale, add_base, summing)
+        yield merge_one(matrix, encoder, merging, within, engine, scale, add_base, sums)
 
 
 def merged_encoder(basis: Combination) -> Tensor:
@@ -268,26 +213,24 @@ def merge_one(
     matrix: Item,
     encoder: Tensor,
     merging: Callable[[Tensor], Tensor],
-    held: int,
     sink: Sink,
     engine: Engine,
     scale: float = 1.0,
     add_base: bool = True,
-    summing: RunningSums | None = None,
+    sums: RunningSums | None = None,
 ) -> bool:
     """Write theta_0 (or 0) + scale * D of one matrix [m, n].
 
     Args:
         encoder: of the bases, from the inputs of `matrix`, [N, M].
         merging: the bases [M, m, n] -> D [m, n], float32.
-        held: bytes of all tensors in `merging`.
-        summing: of the Gram matrix of the inputs.
+        sums: of the inputs.
 
     Returns:
         Whether D is more than FAR times as long as all bases together.
     """
-    engine = replace(engine, memory=max(LEAST, engine.budget - held), progress=silent)
-    stacked = stacked_bases(matrix, encoder, engine, summing)
+    engine = replace(engine, progress=silent)
+    stacked = stacked_bases(matrix, encoder, engine, sums)
     with torch.no_grad():
         together, merged = _length(stacked), merging(stacked).to("cpu")
     del stacked
@@ -311,15 +254,15 @@ def _add(
 
 
 def stacked_bases(
-    item: Item, encoder: Tensor, engine: Engine, summing: RunningSums | None = None
+    item: Item, encoder: Tensor, engine: Engine, sums: RunningSums | None = None
 ) -> Tensor:
     """The bases of one tensor from its inputs, [M, *shape] float32 on the first device.
 
     Args:
         encoder: [N, M].
-        summing: of the Gram matrix of the inputs.
+        sums: of the inputs.
     """
     plain, count = replace(item, out=torch.float32), encoder.shape[1]
     bases = Stacked([plain], count)
-    combine_pass([plain], {item.name: Linear.of(encoder)}, bases, engine, summing=summing)
-    return bases.held.pop(item.name).view(count, *item.shape).to(engine.devices[0])
+    combine_pass([plain], {item.name: Linear.of(encoder)}, bases, engine, sums=sums)
+    return bases.held.pop(item.name).view(count, *item.shape).to(engine.device)

@@ -10,101 +10,67 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from tvb_mergekit.core.basis import Basis, Combination, before_gram, build
+from tvb_mergekit.core.basis import (
+    Basis,
+    Combination,
+    before_gram,
+    build,
+    check_not_zero,
+)
 from tvb_mergekit.core.gram import NO_TENSOR, GramSums
 from tvb_mergekit.core.lora import Factors, factor_gram
-from tvb_mergekit.core.settings import MATRIX_METHODS
-from tvb_mergekit.core.trim import Histogram, table_bytes
-from tvb_mergekit.errors import UserError, listed, megabytes
+from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.progress import silent
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.matrices import count_matrices, merge_matrices
 from tvb_mergekit.tensors.passes import (
-    LEAST,
-    beside_tables,
+    RunningSums,
+    alone_of,
     combine_pass,
     count_pass,
     gram_pass,
     share_of,
 )
 from tvb_mergekit.tensors.stream import Item, Sink
-from tvb_mergekit.tensors.summing import RunningSums
 from tvb_mergekit.tensors.taskset import TaskSet
 
 LOG = logging.getLogger(__name__)
 
 
-def build_basis(tasks: TaskSet, engine: Engine = Engine()) -> Basis:
-    """The basis, from a pass over the models unless its sums are known; see `gram_pass`.
+def build_basis(tasks: TaskSet, engine: Engine = Engine(), *, inner: bool = False) -> Basis:
+    """The basis. G is computed by a pass if it decides the merge; see `Basis.waits`.
 
-    The pass for Trim's thresholds sums as well if the Gram matrix does not change the bases.
+    Trim's thresholds need a pass in any case, which gives G as well unless it was needed before.
+
+    Args:
+        inner: Compute G in any case.
 
     Raises:
         UserError: no tensor counts, NaN or infinity, a zero task vector.
     """
     started, sums = time.perf_counter(), tasks.sums
-    found = _on_the_way(tasks, engine) if sums is None else None
-    if found is not None and found[0].trims:
-        before, summing = found
-        count_if_needed(before, tasks.items, engine, summing, tasks.unchanged)
-        basis = basis_of(tasks, summing)
-        basis.histogram, basis.seconds["trim"] = before.histogram, before.seconds["trim"]
-        return basis
-    basis = _encoded(tasks, sums_of(tasks, engine))
-    basis.seconds["gram"] = time.perf_counter() - started - basis.seconds["encode"]
-    count_if_needed(basis, tasks.items, engine, zeros=tasks.unchanged)
-    return basis
-
-
-def basis_of(tasks: TaskSet, summing: RunningSums) -> Basis:
-    """The basis after another pass that summed as well.
-
-    Raises:
-        UserError: a zero task vector.
-    """
-    return _encoded(tasks, summing.total())
-
-
-def _encoded(tasks: TaskSet, sums: GramSums) -> Basis:
-    started = time.perf_counter()
-    # Solvers differ in the last bits between machines.
-    basis = ranks.world().share(lambda: encoded_by(tasks, sums))
-    basis.seconds = {"encode": time.perf_counter() - started}
+    basis = before_gram(tasks.settings, tasks.tasks, tasks.weights)
+    free = sums is not None or any(item.factored for item in tasks.items)
+    if free or basis is None or (inner and not basis.trims):
+        basis = encoded_by(tasks, sums_of(tasks, engine))
+        basis.seconds["gram"] = time.perf_counter() - started - basis.seconds["encode"]
+    summing = RunningSums(tasks.tasks) if basis.waits else None
+    count_if_needed(basis, tasks.items, engine, summing, tasks.unchanged)
+    if summing is not None and basis.trims:
+        known = encoded_by(tasks, summing.total())
+        known.histogram, known.seconds = basis.histogram, {**basis.seconds, **known.seconds}
+        return known
     return basis
 
 
 def encoded_by(tasks: TaskSet, sums: GramSums) -> Basis:
     """The basis of a task set with these unweighted sums; see `core.basis.build`."""
-    return build(tasks.settings, tasks.tasks, tasks.weights, sums)
-
-
-def one_pass(tasks: TaskSet, engine: Engine) -> tuple[Basis, RunningSums] | None:
-    """A basis for a merge that sums the Gram matrix on its way, for `basis_of` at the end.
-
-    None if the Gram matrix is known, or needed before.
-
-    Raises:
-        UserError: no tensor counts.
-    """
-    found = _on_the_way(tasks, engine)
-    if found is None or found[0].trims or tasks.sums is not None:
-        return None
-    return found
-
-
-def _on_the_way(tasks: TaskSet, engine: Engine) -> tuple[Basis, RunningSums] | None:
-    """The basis that any Gram matrix gives, and its sums for the pass that uses this basis.
-
-    None if the Gram matrix decides, or if the sums of very many tasks need a pass of their own.
-    """
-    before = before_gram(tasks.settings, tasks.tasks, tasks.weights)
-    if before is None or any(item.factored for item in tasks.items):
-        return None
-    summing = RunningSums(tasks.items, tasks.tasks)
-    large = before.trims or before.settings.method in MATRIX_METHODS  # they may leave LEAST alone
-    fits = 2 * summing.nbytes <= (LEAST if large else engine.budget)
-    return (before, summing) if fits else None
+    started = time.perf_counter()
+    # Solvers differ in the last bits between machines.
+    basis = ranks.world().share(lambda: build(tasks.settings, tasks.tasks, tasks.weights, sums))
+    basis.seconds = {"encode": time.perf_counter() - started}
+    return basis
 
 
 def sums_of(tasks: TaskSet, engine: Engine) -> GramSums:
@@ -133,7 +99,7 @@ def count_if_needed(
     basis: Combination,
     items: Sequence[Item],
     engine: Engine = Engine(),
-    summing: RunningSums | None = None,
+    sums: RunningSums | None = None,
     zeros: int = 0,
 ) -> None:
     """Count the magnitudes of the bases into `basis.histogram`, for TIES.
@@ -146,28 +112,11 @@ def count_if_needed(
     if not basis.trims:
         return
     started = time.perf_counter()
-    mine = items[share_of(items)]
-    counted = count_pass(
-        basis.weighted_encoder,
-        mine,
-        lambda: Histogram(basis.num_bases),
-        engine,
-        summing,
-    )
+    counted = count_pass(basis.weighted_encoder, items[share_of(items)], engine, sums)
     ranks.world().add_up(counted.counts)
     counted.counts[:, 0] += zeros  # the bin of zero
     basis.histogram = counted
     basis.seconds["trim"] = time.perf_counter() - started
-
-
-def check_tables(bases: int, memory: int) -> None:
-    """Raise UserError unless `memory` bytes hold a pass and Trim's histogram of all bases."""
-    needed = table_bytes(bases) + LEAST
-    if needed > memory:
-        raise UserError(
-            f"{megabytes(memory)} of memory are too little for basis_ties, which keeps a histogram "
-            f"of {bases} bases: {megabytes(needed)} are needed; raise --memory"
-        )
 
 
 def merge_items(
@@ -178,55 +127,56 @@ def merge_items(
     *,
     alone: bool = False,
     add_base: bool = True,
-    summing: RunningSums | None = None,
 ) -> None:
-    """Write the merged tensors to `sink` in order; see `combine_pass`.
+    """Write the merged tensors to `sink`; see `combine_pass`.
+
+    A basis that waits gets the norms of the task vectors.
 
     Args:
         items: their inputs are those of `basis`, in order. An item without `tunables` stays the
             base's.
         alone, add_base: as in `Combination.step`; a merge of all terms adds fl(scale * direction)
             last.
-        summing: of the Gram matrix, on the way.
 
     Raises:
-        UserError: a result overflows its dtype.
+        UserError: a result overflows its dtype; NaN, infinity or a zero task vector, if the basis
+            waits.
     """
-    settings = basis.settings
-    bases = basis.num_bases
-    matrices = {i.name: count_matrices(settings, i, bases) for i in items if i.tunables}
+    items = [item if item.tunables else alone_of(item) for item in items]
+    settings, moving = basis.settings, [item for item in items if item.tunables]
+    waits = isinstance(basis, Basis) and basis.waits and (moving or ranks.world().size > 1)
+    sums = RunningSums(basis.tasks, inner=False) if waits else None
+    matrices = {i.name: count_matrices(settings, i, basis.num_bases) for i in moving}
     update = silent("", 0)
     if total := sum(matrices.values()):  # they take nearly all of the time
         update = engine.progress("Merged model", total, "matrix")
         engine = replace(engine, progress=silent)
     else:
-        read = sum(i.nbytes for i in items)
-        engine = engine.under(engine.progress("Merged model", read))
-    beside = beside_tables(bases, engine.budget) if basis.trims else engine.memory
-    combining = replace(engine, memory=beside)
-    cached_step = functools.lru_cache(partial(basis.step, add_base=add_base))  # most are alike
-
-    def apart(item: Item) -> str | None:
-        """The name of a tensor that is merged alone."""
-        return item.name if item.tunables and matrices[item.name] else None
+        update = engine.progress("Merged model", sum(item.nbytes for item in items))
+        engine = engine.under(update)
+    step_of = functools.lru_cache(partial(basis.step, add_base=add_base))  # most are alike
 
     pending = 0  # a merged matrix that the bar does not count yet: it ends with the last tensor
     far = list[str]()
-    for _, group in itertools.groupby(items, apart):
+    for name, group in itertools.groupby(items, lambda i: i.name if matrices.get(i.name) else None):
         some = list(group)
-        item, tunables = some[0], some[0].tunables
-        if tunables is None or not matrices[item.name]:
-            steps = {i.name: cached_step(i.tunables, alone) for i in some if i.tunables}
-            combine_pass(some, steps, sink, combining, summing=summing)
+        if name is None:
+            steps = {each.name: step_of(each.tunables, alone) for each in some if each.tunables}
+            combine_pass(some, steps, sink, engine, sums=sums)
             continue
+        item, tunables = some[0], some[0].tunables
+        assert tunables is not None
         scale = 1.0 if alone else tunables.lambda_ * basis.scale
-        add = add_base and not alone
-        for is_far in merge_matrices(basis, item, scale, sink, add, combining, summing):
+        for is_far in merge_matrices(
+            basis, item.loaded(), scale, sink, add_base and not alone, engine, sums
+        ):
             update(pending)
             pending = 1
             far += [item.name] * is_far
     if pending:
         update(pending)
+    if sums is not None and isinstance(basis, Basis):
+        basis.sums = check_not_zero(sums.total(), basis.tasks).scaled(basis.weights)
     if far:
         LOG.warning(
             "%s merges to far more than its bases together: %s; give it a shorter `flow_time` or "

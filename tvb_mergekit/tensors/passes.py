@@ -1,47 +1,198 @@
-"""Three passes over the models.
+"""One loop for every pass over the models: a few threads read pieces of tensors, and compute.
 
-`gram_pass` sums the inner products of task vectors. `count_pass` counts the magnitudes of bases,
-for Trim. `combine_pass` computes bases, merged models and exported models. Both may sum the inner
-products as well. Several processes (see `ranks`) share the reading in the first two.
+A thread has memory and open files of its own. A piece has a known place in the output. So pieces
+are read, computed and written in any order. Sums are added in the order of the pieces, whose length
+depends on the number of models alone: any number of threads gives the same bits.
+
+`gram_pass` sums inner products, `count_pass` counts magnitudes for Trim, and `combine_pass`
+computes bases, merged and exported models. Memory is PIECE float32 numbers for each thread, beside
+what is loaded complete (`Item.load`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import cycle
+from queue import SimpleQueue
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.gram import GramSums
-from tvb_mergekit.core.merge import Linear, Step, check_output
+from tvb_mergekit.core.gram import NO_TENSOR, GramSums, not_finite, products, squares, symmetric
+from tvb_mergekit.core.merge import Step, check_output
 from tvb_mergekit.core.trim import Histogram, table_bytes
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.engine import CPU, Engine
-from tvb_mergekit.tensors.layout import FUSED, LONGEST, Layout, Needs, plan_layout, worker_count
-from tvb_mergekit.tensors.stream import (
-    Item,
-    Piece,
-    PieceBuffer,
-    Sink,
-    deliver,
-    in_order,
-)
-from tvb_mergekit.tensors.summing import Chunks, RunningSums
+from tvb_mergekit.tensors.engine import Engine
+from tvb_mergekit.tensors.stream import Item, Part, Piece, Sink, pieces_of
 
-LEAST = 2**24  # bytes of a pass if a histogram leaves less
-COUNT_ROWS = 8  # float32 rows of a chunk for counting one basis: bins as int32 and int64
-SPLIT = 4  # pieces for each thread, of a tensor alone
-# Fills the outputs of a piece. Returns whether all are known as finite, and the sums of each chunk.
-Combine = Callable[[Piece, Step, Tensor], tuple[bool, Sequence[GramSums]]]
+PIECE = 2**21  # float32 numbers that a thread holds: 8 MB
+SHORTEST = 2**12  # elements of a piece, except the last of a tensor; a power of two, as all
+THREADS = 8  # at most, on a CPU
+DEVICE_THREADS = 4  # that read for an accelerator: one alone is slower than the copy to it
+AHEAD = 2  # results that may wait for an earlier one
+TABLES = 2**29  # bytes of all threads' histograms
+Result = TypeVar("Result")
 
 
-def gram_pass(
+class Reader:
+    """The memory of one thread, on the CPU and on the device of a pass."""
+
+    def __init__(self, rows: int, length: int, device: torch.device) -> None:
+        self.device, self._values = device, torch.empty(rows, length, device=device)
+        # A copy to an accelerator goes on while this thread fills the other buffer. Tensors of a
+        # CPU are widened at once, so that one row is enough.
+        gpu, pinned = device.type != "cpu", device.type == "cuda"
+        shape = (rows, 8 * length) if gpu else (1, 8 * length)
+        buffers = [
+            torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            for _ in range(2 if gpu else 1)
+        ]
+        self._buffers = cycle(zip(buffers, range(2), strict=False))
+        self._copied: list[torch.Event | None] = [None, None]  # the last copy from each buffer
+
+    def task_vectors(self, piece: Piece) -> tuple[Tensor, Tensor]:
+        """theta_0 [n] (0 if the item has no base) and the task vectors [T, n], until the next call.
+
+        Both are float32 on the device.
+        """
+        item = piece.item
+        base, *task_vectors = rows = self._values[: 1 + len(item.inputs), : piece.numel]
+        memory, number = next(self._buffers)
+        if (event := self._copied[number]) is not None:
+            event.synchronize()
+        if item.base is None:
+            base.zero_()
+        else:
+            self._widen(item.base, piece, memory[0], base)
+        for place, (part, row) in enumerate(zip(item.inputs, task_vectors, strict=True), 1):
+            self._widen(part, piece, memory[place % len(memory)], row)
+            if part.holds == "weight":
+                row.sub_(base)
+        if self.device.type != "cpu":
+            self._copied[number] = torch.accelerator.current_stream(self.device).record_event()
+        return base, rows[1:]
+
+    def _widen(self, part: Part, piece: Piece, memory: Tensor, row: Tensor) -> None:
+        if part.dtype == row.dtype and self.device.type == "cpu" and not part.held:
+            memory = row.view(torch.uint8)
+        stored = self.stored(part, piece, memory)
+        if stored.data_ptr() != row.data_ptr():
+            # Moved as it is stored, and widened there: half the traffic for 16-bit models.
+            row.copy_(stored.to(self.device, non_blocking=True))
+
+    def stored(self, part: Part, piece: Piece, memory: Tensor | None = None) -> Tensor:
+        """Elements [n] of a part on the CPU, in its dtype."""
+        size = 0 if part.held else piece.numel * part.dtype.itemsize
+        if memory is None:
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return part.read(piece.start, piece.stop, memory[:size].view(part.dtype))
+
+
+def run(
     items: Sequence[Item],
-    tasks: Sequence[str],
-    engine: Engine = Engine(),
-) -> GramSums:
+    work: Callable[[Piece, Reader], Result],
+    engine: Engine,
+    title: str,
+    extra: int = 0,
+    grain: int = 1,
+) -> Iterator[tuple[Piece, Result]]:
+    """Yield each piece of the items with `work(piece, reader)`, in order.
+
+    Args:
+        extra: float32 rows that `work` needs beside theta_0 and the task vectors.
+        grain: pieces begin at its multiples; a power of two.
+    """
+    update = engine.progress(title, sum(item.nbytes for item in items))
+    rows = 1 + max((len(item.inputs) for item in items), default=0)
+    grain = max([grain, *(part.grain for item in items for part in item.parts)])
+    length = max(2 ** ((PIECE // (rows + extra)).bit_length() - 1), SHORTEST, grain)
+    pieces = pieces_of(items, length)
+    longest = min(length, max((item.numel for item in items), default=0))
+    local, device, before = threading.local(), engine.device, torch.get_num_threads()
+
+    def act(piece: Piece) -> Result:
+        if not hasattr(local, "reader"):
+            if device.type == "cpu":
+                torch.set_num_threads(1)  # of this thread
+            local.reader = Reader(rows, longest, device)
+        with torch.no_grad():
+            return work(piece, local.reader)
+
+    threads = min(before, THREADS) if device.type == "cpu" else DEVICE_THREADS
+    waiting: deque[tuple[Piece, Future[Result]]] = deque()
+    pool = ThreadPoolExecutor(threads, "tvb-pass")
+    try:
+        for piece in pieces:
+            waiting.append((piece, pool.submit(act, piece)))
+            if len(waiting) > threads + AHEAD:
+                done, future = waiting.popleft()
+                yield done, future.result()
+                update(done.nbytes)
+        while waiting:
+            done, future = waiting.popleft()
+            yield done, future.result()
+            update(done.nbytes)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        torch.set_num_threads(before)  # part of it is the whole process's
+
+
+class RunningSums:
+    """Sums over the task vectors of a pass: ||tau_i||^2, ||theta_0||^2, and with `inner` all of G.
+
+    Each tensor is summed on its own, and the tensors' sums in order, also over several processes.
+
+    Args:
+        tasks: names of the inputs, for messages.
+        inner: sum the inner products of different task vectors as well.
+    """
+
+    def __init__(self, tasks: Sequence[str], inner: bool = True) -> None:
+        self.tasks, self.inner = tasks, inner
+        self._open = list[Tensor]()  # sums of the tensor that is read, on the device
+        self._each: list[GramSums] = []  # of complete tensors
+
+    def of(self, base: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+        """G (or its diagonal) of a piece [T, T] and ||theta_0||^2, float64 on the device."""
+        own = products(tau, tau) if self.inner else squares(tau).diag()
+        return own, squares(base[None])[0]
+
+    def add(self, piece: Piece, found: tuple[Tensor, Tensor] | None) -> None:
+        """Add what `of` found in the next piece.
+
+        Raises:
+            UserError: NaN or infinity in an input.
+        """
+        item = piece.item
+        if found is None or item.counted_as not in (None, item.name):  # a tensor's second name
+            return
+        start = self._open or [torch.zeros_like(each) for each in found]
+        self._open = [a + b for a, b in zip(start, found, strict=True)]
+        if piece.stop < item.numel:
+            return
+        gram, square = symmetric(self._open[0]), float(self._open[1])
+        self._open = []
+        sums = GramSums(gram, square, inner=self.inner)
+        if not sums.finite():
+            base = torch.zeros(1, device="cpu") if item.base is None else item.whole(item.base)
+            models = (item.whole(part) for part in item.inputs)
+            raise UserError(not_finite(item.name, base, models, self.tasks))
+        self._each.append(sums.of_tensor(item.shape, [part.share for part in item.inputs]))
+
+    def total(self) -> GramSums:
+        """The sums of all processes, in the order of the tensors."""
+        every = ranks.world().collect(self._each)
+        zero = GramSums.zero(len(self.tasks), self.inner)
+        return functools.reduce(GramSums.plus, [sums for each in every for sums in each], zero)
+
+
+def gram_pass(items: Sequence[Item], tasks: Sequence[str], engine: Engine = Engine()) -> GramSums:
     """G [T, T] of the inputs of all items, float64.
 
     Args:
@@ -51,77 +202,54 @@ def gram_pass(
     Raises:
         UserError: no tensor counts; NaN or infinity in an input.
     """
-    summing = RunningSums(items, tasks)
-    read = [item for item in items if item.numel]
-    mine = read[share_of(read)]
-    layout = gram_layout(mine, summing, engine)
-    update = engine.progress("Gram matrix", sum(item.nbytes for item in mine))
-
-    def work(device: torch.device) -> Callable[[Piece], Sequence[GramSums]]:
-        return Chunks(layout, device, summing=summing, compiled=layout.needs.fused).add
-
-    for piece, sums in in_order(mine, layout, work):
-        summing.add(piece, sums)
-        update(piece.nbytes)
-    return summing.total()
-
-
-def gram_layout(items: Sequence[Item], summing: RunningSums, engine: Engine) -> Layout:
-    """The layout of `gram_pass`."""
-    fast = fused(items, engine)
-    needs = summing.within(Needs(len(summing.tasks), read_width(items, fast), fused=fast))
-    return _planned(items, needs, engine, None)
+    if not any(item.numel for item in items):
+        raise UserError(NO_TENSOR)
+    sums = RunningSums(tasks)
+    mine = [item for item in items if item.numel]
+    for piece, found in run(
+        mine[share_of(mine)], lambda p, r: sums.of(*r.task_vectors(p)), engine, "Gram matrix"
+    ):
+        sums.add(piece, found)
+    return sums.total()
 
 
 def count_pass(
     encoder: Tensor,
     items: Sequence[Item],
-    fresh: Callable[[], Histogram],
     engine: Engine = Engine(),
-    summing: RunningSums | None = None,
+    sums: RunningSums | None = None,
 ) -> Histogram:
-    """One histogram of the magnitudes of the bases B = T @ encoder in all items.
-
-    Every thread fills a histogram of its own; all except one fit half of the budget.
+    """The magnitudes of the bases B = T @ encoder in all items.
 
     Args:
-        fresh: makes an empty histogram.
-        summing: of the Gram matrix, by the same pass.
+        sums: of the Gram matrix, by the same pass.
     """
-    rows = encoder.shape[1]
-    threads = sum(worker_count(device) for device in engine.devices)
-    rest, table = beside_tables(rows, engine.budget), table_bytes(rows)
-    workers = min(threads, 1 + rest // 2 // table)
-    fast = summing is not None and fused(items, engine)
-    needs = Needs(len(encoder), read_width(items, fast), extra=rows + COUNT_ROWS)
-    needs = summing.within(needs, fast) if summing else needs
-    left = replace(engine, memory=rest - (workers - 1) * table)
-    layout = _planned(items, needs, left, workers)
-    update = engine.progress("Trim thresholds", sum(item.nbytes for item in items))
-    made: list[Histogram] = []
+    count = encoder.shape[1]
+    weights = encoder.T.to(engine.device, torch.float32)
+    most = max(1, min(THREADS, TABLES // table_bytes(count)))
+    free: SimpleQueue[Histogram] = SimpleQueue()
+    tables = [Histogram(count) for _ in range(min(most, torch.get_num_threads()))]
+    for table in tables:
+        table.counts = table.counts.to(engine.device)
+        free.put(table)
 
-    def work(device: torch.device) -> Callable[[Piece], Sequence[GramSums]]:
-        weights, mine = encoder.T.to(device, torch.float32), fresh()
-        chunks = Chunks(layout, device, summing=summing, compiled=fast)
-        mine.counts = mine.counts.to(device)  # 9 MB a basis: no chunk copies them
-        made.append(mine)
+    def work(piece: Piece, reader: Reader) -> tuple[Tensor, Tensor] | None:
+        base, tau = reader.task_vectors(piece)
+        found = None if sums is None else sums.of(base, tau)
+        bases = weights @ tau
+        table = free.get()  # 9 MB a basis: waits if memory has fewer of them than threads
+        table.add(bases)
+        free.put(table)
+        return found
 
-        def count(piece: Piece) -> Sequence[GramSums]:
-            for _place, _base32, tau in chunks.walk(piece):
-                mine.add(weights @ tau)
-            return chunks.sums
-
-        return count
-
-    for piece, sums in in_order(items, layout, work):
-        if summing is not None:
-            summing.add(piece, sums)
-        update(piece.nbytes)
-    total, *others = made or [fresh()]
-    total.counts = total.counts.cpu()
-    for other in others:
-        total.counts += other.counts.cpu()
-    return total
+    # Bins of one basis are int32 and int64.
+    for piece, found in run(items, work, engine, "Trim thresholds", extra=count + 8):
+        if sums is not None:
+            sums.add(piece, found)
+    for table in tables[1:]:
+        tables[0].counts += table.counts
+    tables[0].counts = tables[0].counts.cpu()
+    return tables[0]
 
 
 def combine_pass(
@@ -131,9 +259,9 @@ def combine_pass(
     engine: Engine = Engine(),
     *,
     title: str = "Merged model",
-    summing: RunningSums | None = None,
+    sums: RunningSums | None = None,
 ) -> None:
-    """Combine theta_0 and the task vectors of each item by its step, in order.
+    """Combine theta_0 and the task vectors of each item by its step.
 
     Task vectors are formed and combined in float32, and cast once to `item.out`.
 
@@ -141,83 +269,55 @@ def combine_pass(
         steps: item -> step, all with the same number of outputs; an item without a step stays the
             base's.
         title: of the progress bar.
-        summing: of the Gram matrix, by the same pass; every input counts.
+        sums: of the task vectors, by the same pass; every input counts.
 
     Raises:
         UserError: an output overflows its dtype or is not finite.
     """
     every = list(steps.values())
-    outputs = every[0].count if every else 1
-    rows = max((len(item.inputs) for item in items), default=0)
-    extra = max((step.rows for step in every), default=1)
-    outs = {item.out for item in items if item.name in steps}
-    linear = all(isinstance(step, Linear) for step in every)
-    fast = linear and fused(items, engine, *outs)
-    compiled = summing is not None and fused(items, engine)
-    written = outputs * max((item.width for item in items), default=0)
-    needs = Needs(rows, read_width(items, fast or compiled), written, extra, fused=fast)
-    needs = summing.within(needs, compiled) if summing else needs
-    layout = _planned(items, needs, engine, None)
+    outputs, extra = (every[0].count, max(s.rows for s in every)) if every else (1, 1)
+    on_device = functools.cache(lambda step: step.on(engine.device))
+    items = [item if item.name in steps else alone_of(item) for item in items]
 
-    def work(device: torch.device) -> Callable[[Piece, Tensor], Sequence[GramSums]]:
-        buffer = PieceBuffer(layout.buffer_bytes, device)
-        combine: Combine
-        if fast:
-            combine = _combining_fused(rows, buffer, 0 if summing is None else layout.chunk)
+    def work(piece: Piece, reader: Reader) -> tuple[Tensor, Tensor] | None:
+        item, found = piece.item, None
+        if (step := steps.get(item.name)) is None:
+            values = _cast_base(item, reader.stored(item.parts[0], piece)).expand(outputs, -1)
         else:
-            combine = _combining(Chunks(layout, device, buffer, summing, compiled))
+            base, tau = reader.task_vectors(piece)
+            if sums is not None:
+                found = sums.of(base, tau)
+            values = on_device(step)(base, tau).to(item.out).cpu()
+            try:
+                check_output(item.name, values, item.out)
+            except UserError:
+                if found is None or torch.isfinite(found[0]).all():
+                    raise  # else `sums` names the input that is not finite
+        sink.write(item, piece.start, piece.stop, values.cpu())
+        return found
 
-        def fill(piece: Piece, out: Tensor) -> Sequence[GramSums]:
-            finite, step = False, steps.get(piece.item.name)
-            sums: Sequence[GramSums] = ()
-            if not piece.numel:
-                return sums
-            if step is None:
-                finite = buffer.copy(piece, out)
-            else:
-                finite, sums = combine(piece, step, out)
-            # `summing` has a better message for inputs that are not finite.
-            if not finite and out.is_floating_point() and all(map(GramSums.finite, sums)):
-                check_output(piece.item.name, out, out.dtype)
-            return sums
-
-        return fill
-
-    def done(piece: Piece, sums: Sequence[GramSums]) -> None:
-        if summing is not None:
-            summing.add(piece, sums)
-        update(piece.nbytes)
-
-    update = engine.progress(title, sum(item.nbytes for item in items))
-    deliver(items, layout, outputs, work, sink, done)
+    for piece, found in run(items, work, engine, title, extra):
+        if sums is not None:
+            sums.add(piece, found)
 
 
-def _combining_fused(rows: int, buffer: PieceBuffer, chunk: int) -> Combine:
-    """A function for `Linear` steps on a CPU."""
-    from tvb_mergekit.tensors import kernels
-
-    @functools.lru_cache(8)  # each has a buffer, and pieces of one step come together
-    def computing(step: Linear) -> kernels.Compiled:
-        return kernels.Compiled(rows, chunk, step)
-
-    def combine(piece: Piece, step: Step, out: Tensor) -> tuple[bool, Sequence[GramSums]]:
-        return computing(step)(buffer, piece, buffer.read(piece, copy=True), out)
-
-    return combine
+def alone_of(item: Item) -> Item:
+    """An item that stays the base's: nothing else is read."""
+    return Item(item.name, item.shape, item.parts[0], (), item.out, load=item.load)
 
 
-def _combining(chunks: Chunks) -> Combine:
-    """As `_combining_fused`, on any device, for all steps and dtypes."""
-    computing = functools.cache(lambda step: step.on(chunks.device))
+def _cast_base(item: Item, stored: Tensor) -> Tensor:
+    """A piece of the base in the output's dtype.
 
-    def combine(piece: Piece, step: Step, out: Tensor) -> tuple[bool, Sequence[GramSums]]:
-        for place, base32, tau in chunks.walk(piece):
-            values = computing(step)(base32, tau)
-            # A copy from an accelerator would convert on the host, after the traffic of float32.
-            out[:, place].copy_(values if chunks.device.type == "cpu" else values.to(out.dtype))
-        return False, chunks.sums
-
-    return combine
+    Raises:
+        UserError: a finite value overflows.
+    """
+    if stored.dtype == item.out:
+        return stored
+    cast = stored.to(item.out)
+    if cast.is_floating_point() and not (torch.isfinite(cast) | torch.isinf(stored.float())).all():
+        check_output(item.name, cast, item.out)
+    return cast
 
 
 def share_of(items: Sequence[Item]) -> slice:
@@ -225,33 +325,3 @@ def share_of(items: Sequence[Item]) -> slice:
     world = ranks.world()
     world.agree([[item.name, list(item.shape), item.nbytes] for item in items])
     return ranks.shares([item.nbytes for item in items], world.size)[world.rank]
-
-
-def beside_tables(bases: int, budget: int) -> int:
-    """The budget without Trim's histogram of all bases, at least LEAST."""
-    return max(budget - table_bytes(bases), min(budget, LEAST))
-
-
-def fused(items: Sequence[Item], engine: Engine, *outputs: torch.dtype) -> bool:
-    """Whether `kernels` can compute all items: on a CPU, from and to the dtypes of FUSED."""
-    dtypes = {part.dtype for item in items if item.inputs for part in item.parts}
-    return all(d.type == "cpu" for d in engine.devices) and dtypes.union(outputs) <= set(FUSED)
-
-
-def read_width(items: Sequence[Item], held: bool = False) -> int:
-    """Bytes read for one element of the widest item.
-
-    `held` also counts parts that are in memory: fused passes copy them.
-    """
-    read = [[p.dtype.itemsize for p in item.parts if held or not p.held] for item in items]
-    return max(map(sum, read), default=0)
-
-
-def _planned(items: Sequence[Item], needs: Needs, engine: Engine, workers: int | None) -> Layout:
-    """The layout of a pass. Pieces are a tensor at most; several threads share a single tensor."""
-    most = max((item.numel for item in items), default=1)
-    if len(items) == 1:
-        most //= SPLIT * worker_count(CPU)
-    grain = max((part.grain for item in items for part in item.parts), default=1)
-    longest = min(LONGEST, most)
-    return plan_layout(needs, engine, workers=workers, longest=longest, grain=grain)

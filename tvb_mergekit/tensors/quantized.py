@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint, metadata_of
 from tvb_mergekit.tensors.source import TensorInfo, Weights
-from tvb_mergekit.tensors.stream import Item
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -97,43 +93,3 @@ class Decoded(Weights):
     @property
     def nbytes(self) -> int:
         return self.stored.nbytes
-
-
-class Coding(ABC):
-    """The code in which a pass writes its outputs, and measurements of the pieces.
-
-    Attributes:
-        key: of the metadata of its files.
-    """
-
-    key: str
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[str, int], list[float]] = {}  # each is set once and read once
-
-    def measured(self, name: str, start: int) -> Tensor:
-        """The measurements of the piece that begins at element `start`, float64."""
-        return torch.tensor(self._found.pop((name, start)), dtype=torch.float64)
-
-    def coded(self, items: Sequence[Item]) -> list[Item]:
-        """The items, which a pass gives to a sink as bytes."""
-        return [replace(i, out=torch.uint8, widths=self.widths(i.name)) for i in items]
-
-    @abstractmethod
-    def widths(self, name: str) -> tuple[int, ...]:
-        """The most bytes of an element of each output in one tensor."""
-
-    @abstractmethod
-    def encode(self, item: Item, start: int, values: Any, out: Tensor) -> None:
-        """Code a piece of a tensor, which begins at element `start`, into `out` [K, bytes] uint8.
-
-        A row ends in unused bytes if it is not the longest.
-        """
-
-    @abstractmethod
-    def described(self, output: int, items: Sequence[Item]) -> dict[str, Any]:
-        """The metadata of a file of these tensors, without its version."""
-
-    @abstractmethod
-    def rows(self, item: Item, start: int, stop: int, values: Tensor) -> list[Tensor]:
-        """The bytes of a piece that are written."""

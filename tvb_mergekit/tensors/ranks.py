@@ -1,23 +1,21 @@
 """One command in several processes, as `torchrun` and `accelerate launch` start it.
 
-Rank 0 leads: it alone downloads, prints, keeps caches and publishes. All read and write their share
-of the tensors, and meet in collectives of torch.distributed (gloo, from CPU to CPU). When a process
-fails, the next collective fails in the others, and the launcher ends those that are at work.
+Rank 0 leads: it alone downloads, prints and publishes. All plan the same merge, read and write
+their share of the tensors, and meet in collectives of torch.distributed (gloo, from CPU to CPU).
+When a process fails, the next collective fails in the others, and the launcher ends the rest.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tvb_mergekit.errors import UserError
@@ -26,16 +24,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Value = TypeVar("Value")
-
 PATIENCE = timedelta(days=1)  # for one that downloads or reads models; a dead one is seen at once
 
 
 def launched(name: str, otherwise: int) -> int:
     """A launcher's number, such as RANK or LOCAL_WORLD_SIZE; without a launcher `otherwise`."""
-    text = os.environ.get(name) or str(otherwise)
-    if not text.isdecimal():
-        raise UserError(f"{name} is `{text}`: expected a launcher's number")
-    return int(text)
+    return int(os.environ.get(name) or otherwise)
 
 
 def one_only(what: str) -> None:
@@ -112,60 +106,34 @@ class World:
 
     def agree(self, what: object) -> None:
         """Raise UserError unless all processes have the same description of the tensors."""
-        found = self.collect(what)
-        for rank, other in enumerate(found):
+        for rank, other in enumerate(found := self.collect(what)):
             if other != found[0]:
                 raise UserError(
                     f"rank {rank} finds other tensors than rank 0: the processes must see the "
                     "same files, with the same versions of all packages"
                 )
 
-    def check_shared(self, folder: Path) -> None:
-        """Raise UserError unless all processes see a file that the leader makes in `folder`."""
-        if self.size == 1:
-            return
-        with tempfile.NamedTemporaryFile(dir=folder) if self.leads else nullcontext() as made:
-            seen = self.collect(os.path.exists(self.share(lambda: made.name if made else "")))
-        if not all(seen):
-            raise UserError(
-                f"rank {seen.index(False)} does not see {folder}, which rank 0 has made: the "
-                "output must lie on a file system that all machines share"
-            )
-
     def dismiss(self) -> None:
-        """End all processes except rank 0."""
+        """End all processes except rank 0, when all have come here."""
+        self.collect(None)
         if not self.leads:
             raise SystemExit(0)
 
 
 _current = ContextVar("tvb_mergekit_world", default=World())  # noqa: B039 (it is frozen)
-
-
-def world() -> World:
-    return _current.get()
+world = _current.get
 
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """Connect the processes that a launcher started for a command.
-
-    Raises:
-        UserError: they cannot reach each other.
-    """
+    """Connect the processes that a launcher started for a command."""
     made = World(launched("RANK", 0), launched("WORLD_SIZE", 1))
     if made.size == 1:
         yield made
         return
     import torch.distributed as dist
 
-    try:
-        dist.init_process_group("gloo", timeout=PATIENCE, rank=made.rank, world_size=made.size)
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"rank {made.rank} cannot reach the other {made.size - 1} processes: {reason} "
-            "(GLOO_SOCKET_IFNAME names the network interface to take)"
-        ) from error
+    dist.init_process_group("gloo", timeout=PATIENCE, rank=made.rank, world_size=made.size)
     if not made.leads:
         logging.disable(logging.WARNING)
     token = _current.set(made)

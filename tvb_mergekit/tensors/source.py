@@ -73,9 +73,6 @@ class Weights:
         """
         raise NotImplementedError
 
-    def ahead(self, name: str, start: int, stop: int) -> None:
-        """Prepare to read these elements."""
-
     def stamp(self) -> list[list[int | str]]:
         """Facts that change with every write to the files; empty in memory."""
         return []
@@ -104,8 +101,6 @@ class Weights:
         The path, the sharding and the file format do not change it.
         """
         digest = hashlib.sha256()
-        for name, start, stop in self.samples():  # requests that a cold disk answers together
-            self.ahead(name, start, stop)
         for name, start, stop in self.samples():
             info = self.tensors[name]
             sample = self.read(name, start, stop, torch.empty(stop - start, dtype=info.dtype))

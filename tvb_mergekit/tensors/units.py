@@ -10,14 +10,24 @@ has the format.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numba
 import numpy as np
-
-from tvb_mergekit.tensors.kernels import compiled, inlined
 
 SECTION = 1024  # bytes of symbols that may get a Huffman code of their own
 HEAD = 8  # bytes of two numbers
+
+inlined = numba.njit(nogil=True, error_model="numpy", forceinline=True)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile at the first call, and keep the code on disk if a folder can be written."""
+    try:
+        return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
+    except RuntimeError:
+        return numba.njit(nogil=True, error_model="numpy")(function)
 
 
 @inlined

@@ -1,7 +1,7 @@
-"""Safetensors files written piece by piece: header first, then bytes in order, hashed.
+"""Safetensors files in which every tensor has its place before it is computed.
 
-The format (https://huggingface.co/docs/safetensors) puts all shapes and offsets in front, so that
-no complete tensor is in memory. Pieces do not change the bytes of a file.
+The format (https://huggingface.co/docs/safetensors) puts all shapes and offsets in front. So pieces
+of tensors are written in any order and by any thread, and no complete tensor is in memory.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -18,11 +19,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from tvb_mergekit.tensors.checkpoint import NAMES
-from tvb_mergekit.tensors.quantized import VERSION, Coding
-from tvb_mergekit.tensors.ranks import shares
+from tvb_mergekit.tensors import ranks
+from tvb_mergekit.tensors.checkpoint import NAMES, OwnFile
 from tvb_mergekit.tensors.stream import Item
 
+INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000  # mergekit's and transformers' default
 HASH = "xxh3_128"
 MARKER = "tvb_basis"  # in the metadata of a vector of a store: a difference, not a model
@@ -31,11 +32,10 @@ BLOCK_BYTES = 2**24  # read at a time for a checksum
 
 @dataclass(frozen=True)
 class Shard:
-    """One file: its name, its tensors in order, and the process that writes it."""
+    """One file: its name, and its tensors in order."""
 
     name: str
     items: tuple[Item, ...]
-    rank: int = 0
 
 
 def header_of(
@@ -59,165 +59,136 @@ def header_of(
     return struct.pack("<Q", len(text)) + text
 
 
-def plan_shards(items: Sequence[Item], limit: int = SHARD_BYTES, ranks: int = 1) -> list[Shard]:
-    """Cut the items, in order, into files of at most `limit` bytes (or one tensor).
-
-    Each process gets files of its own, balanced by the bytes that are read and written.
-    """
-    groups: list[tuple[int, list[Item]]] = []
-    work = [item.nbytes + item.numel * item.width for item in items]
-    for rank, run in enumerate(shares(work, ranks)):
-        size = limit + 1  # begin a new file
-        for item in items[run]:
-            if size + item.numel * item.width > limit:  # all outputs' files hold the same tensors
-                groups.append((rank, []))
-                size = 0
-            groups[-1][1].append(item)
-            size += item.numel * item.width
-    groups = groups or [(0, [])]
+def plan_shards(items: Sequence[Item], limit: int = SHARD_BYTES) -> list[Shard]:
+    """Cut the items, in order, into files of at most `limit` bytes (or one tensor)."""
+    groups: list[list[Item]] = [[]]
+    size = 0
+    for item in items:
+        if groups[-1] and size + item.written > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(item)
+        size += item.written
     total = len(groups)
     names = [f"model-{number + 1:05d}-of-{total:05d}.safetensors" for number in range(total)]
     if total == 1:
         names = ["model.safetensors"]
-    return [
-        Shard(name, tuple(group), rank) for name, (rank, group) in zip(names, groups, strict=True)
-    ]
-
-
-def run_of(plan: Sequence[Shard], rank: int) -> list[Item]:
-    return [item for shard in plan if shard.rank == rank for item in shard.items]
+    return [Shard(name, tuple(group)) for name, group in zip(names, groups, strict=True)]
 
 
 class FolderWriter:
-    """The tensors of one folder, written in order.
+    """The weight files of one folder. Of several processes, the leader makes them, before all."""
 
-    Each process writes the files of its `rank`, and rank 0 the index.
+    def __init__(self, folder: Path, plan: Sequence[Shard], metadata: Mapping[str, str]) -> None:
+        self.folder, self.plan, self._local = folder, plan, threading.local()
+        self._places: dict[str, tuple[Path, int]] = {}  # file and first byte of each tensor
+        for shard in plan:
+            header = header_of(metadata, {i.name: (i.out, i.shape) for i in shard.items})
+            place, path = len(header), folder / shard.name
+            for item in shard.items:
+                self._places[item.name] = path, place
+                place += item.written
+            if ranks.world().leads:
+                folder.mkdir(parents=True, exist_ok=True)
+                with path.open("wb") as file:
+                    file.write(header)
+                    file.truncate(place)
+        ranks.world().share(lambda: None)
+
+    def write(self, item: Item, start: int, values: Tensor) -> None:
+        """Write elements of a tensor, from `start` on, at their place; in any thread."""
+        path, place = self._places[item.name]
+        if getattr(self._local, "path", None) != path:  # a thread holds one file open
+            self._local.path, self._local.file = path, OwnFile(path, "r+b")
+        file: OwnFile = self._local.file
+        file.seek(place + start * item.out.itemsize)
+        data = cast(memoryview, values.contiguous().view(torch.uint8).numpy())
+        done = 0
+        while done < len(data):  # Linux writes 2 GB at most
+            done += file.write(data[done:])
+
+    def finish(self) -> None:
+        """Write the index, if there are several files."""
+        self._local = threading.local()  # closes this thread's file
+        if ranks.world().leads:
+            write_index(self.folder, self.plan, sum(i.written for s in self.plan for i in s.items))
+
+
+class Appender:
+    """The weight files of one folder, of tensors as bytes whose sizes are known when they end.
 
     Args:
-        output: the number of this vector in a pass.
-        coding: of the pass, if there is one.
+        metadata: of a file with these tensors.
+        most: the most bytes of a tensor. A header gets room for them, and is written last.
     """
 
     def __init__(
         self,
         folder: Path,
         plan: Sequence[Shard],
-        metadata: Mapping[str, str],
-        rank: int = 0,
-        output: int = 0,
-        coding: Coding | None = None,
+        metadata: Callable[[Sequence[Item]], Mapping[str, str]],
+        most: Callable[[Item], int],
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.plan = folder, plan
-        self._metadata, self._output, self._coding = metadata, output, coding
-        self._records: dict[str, dict[str, object]] = {}  # of finished files
-        self._shards = [shard for shard in plan if shard.rank == rank]
+        self.folder, self.plan, self._left = folder, plan, list(plan)
+        self._metadata, self._most, self._total = metadata, most, 0
         self._file: BinaryIO | None = None
-        self._sizes, self._size = list[int](), 0  # of the tensors in the open file, and of the last
-        self._digest = xxhash.xxh3_128()
+        self._sizes, self._size = list[int](), 0  # of the tensors in the open file, of the last
 
-    def _most(self, items: Sequence[Item]) -> list[int]:
-        """The bytes of each item; if they are coded, more than with an index of blocks."""
-        if self._coding is None:
-            return [item.numel * item.out.itemsize for item in items]
-        return [2 * item.numel * item.widths[self._output] + 64 for item in items]
-
-    def _header(self, sizes: Sequence[int] = (), length: int = 0) -> bytes:
-        """The header of the open file; without `sizes` of the tensors, for the most."""
-        items, metadata = self._shard.items, self._metadata
-        if self._coding is not None:
-            said = {"version": VERSION, **self._coding.described(self._output, items)}
-            metadata = {**metadata, self._coding.key: json.dumps(said)}
-        tensors = {
-            item.name: (item.out, [size] if item.widths else item.shape)
-            for item, size in zip(items, sizes or self._most(items), strict=True)
-        }
-        return header_of(metadata, tensors, length)
-
-    def write(self, last: bool, values: Tensor) -> None:
-        """Append elements to the current tensor; `last` ends it."""
+    def append(self, data: bytes, last: bool) -> None:
+        """Append to the current tensor, which `last` ends."""
+        items = self._left[0].items
         if self._file is None:
-            self._shard, self._sizes = self._shards.pop(0), []
-            path = self.folder / self._shard.name
-            self._file = cast(BinaryIO, path.open("wb", buffering=0))
-            self._digest.reset()
-            self._put(memoryview(self._header()))
-        self._put(memoryview(values.contiguous().view(torch.uint8).numpy()))  # type: ignore[arg-type]
-        self._size += values.nbytes
+            self._file = (self.folder / self._left[0].name).open("wb")
+            self._file.write(self._header(items, list(map(self._most, items))))
+        self._file.write(data)
+        self._size += len(data)
         if last:
             self._sizes.append(self._size)
             self._size = 0
-            if len(self._sizes) == len(self._shard.items):
-                self._close()
-
-    def _put(self, data: memoryview) -> None:
-        assert self._file is not None
-        self._digest.update(data)
-        while data:
-            data = data[self._file.write(data) :]
-
-    def _close(self) -> None:
-        assert self._file is not None
-        record: dict[str, object] = {"bytes": self._file.tell(), HASH: self._digest.hexdigest()}
-        if self._coding is not None:  # now the header can say where the tensors are
+        if len(self._sizes) == len(items):
+            room = len(self._header(items, list(map(self._most, items))))
             self._file.seek(0)
-            self._file.write(self._header(self._sizes, len(self._header())))
-            record = file_record(self.folder / self._shard.name)
-        self._records[self._shard.name] = record
-        self._file.close()
-        self._file = None
+            self._file.write(self._header(items, self._sizes, room))
+            self._file.close()
+            self._file, self._total = None, self._total + sum(self._sizes)
+            self._sizes.clear()
+            self._left.pop(0)
 
-    def whole(self) -> dict[str, dict[str, object]]:
-        """file -> {bytes, xxh3_128} of all files, which must be complete."""
-        assert self._file is None and not self._shards
-        return self._records
+    def _header(self, items: Sequence[Item], sizes: Sequence[int], length: int = 0) -> bytes:
+        pairs = zip(items, sizes, strict=True)
+        tensors = {item.name: (torch.uint8, [size]) for item, size in pairs}
+        return header_of(self._metadata(items), tensors, length)
 
-    def finish(
-        self, others: Sequence[Mapping[str, dict[str, object]]] = ()
-    ) -> dict[str, dict[str, object]]:
-        """Write the index of several shards, and return file -> {bytes, xxh3_128}.
+    def finish(self) -> None:
+        assert not self._left
+        write_index(self.folder, self.plan, self._total)
 
-        Args:
-            others: the result of `whole` in each process.
-        """
-        self.whole()
-        for records in others:
-            self._records |= records
-        if len(self.plan) > 1:
-            where = {item.name: shard.name for shard in self.plan for item in shard.items}
-            total = sum(sum(self._most(shard.items)) for shard in self.plan)
-            if self._coding is not None:
-                total = sum(cast(int, record["bytes"]) for record in self._records.values())
-            index = {"metadata": {"total_size": total}, "weight_map": where}
-            path = self.folder / "model.safetensors.index.json"
-            path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-            self._records[path.name] = file_record(path)
-        return self._records
+
+def write_index(folder: Path, plan: Sequence[Shard], total: int) -> None:
+    """Write the index of several files, which hold `total` bytes of tensors."""
+    if len(plan) > 1:
+        where = {item.name: shard.name for shard in plan for item in shard.items}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        text = json.dumps(index, indent=2) + "\n"
+        (folder / INDEX).write_text(text, encoding="utf-8")
+
+
+def records_of(folder: Path, plan: Sequence[Shard]) -> dict[str, dict[str, object]]:
+    """file -> {bytes, xxh3_128} of the files of a folder, which must be complete."""
+    names = [shard.name for shard in plan] + [INDEX] * (len(plan) > 1)
+    return {name: file_record(folder / name) for name in names}
 
 
 class FoldersSink:
-    """A `stream.Sink` that writes output k to folder k.
+    """A `stream.Sink` that writes output k to folder k."""
 
-    Attributes:
-        measured: the sums of `Coding.measured` for each finished tensor.
-    """
-
-    def __init__(self, writers: Sequence[FolderWriter], coding: Coding | None = None) -> None:
-        self.writers, self.coding = writers, coding
-        self.measured: list[list[float]] = []
-        self._sums: Tensor | None = None
+    def __init__(self, writers: Sequence[FolderWriter]) -> None:
+        self._writers = writers
 
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
-        last = stop == item.numel
-        rows = values if self.coding is None else self.coding.rows(item, start, stop, values)
-        for writer, row in zip(self.writers, rows, strict=True):
-            writer.write(last, row)
-        if self.coding is not None:
-            sums = self.coding.measured(item.name, start)
-            self._sums = sums if self._sums is None else self._sums + sums
-            if last:
-                self.measured.append(self._sums.tolist())
-                self._sums = None
+        for writer, row in zip(self._writers, values, strict=True):
+            writer.write(item, start, row)
 
 
 class MemorySink:
@@ -225,16 +196,18 @@ class MemorySink:
 
     def __init__(self, outputs: int) -> None:
         self.states: list[dict[str, Tensor]] = [{} for _ in range(outputs)]
+        self._lock = threading.Lock()
 
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
         for state, row in zip(self.states, values, strict=True):
-            if start == 0:
-                state[item.name] = torch.empty(item.shape, dtype=item.out, device="cpu")
+            with self._lock:
+                if item.name not in state:
+                    state[item.name] = torch.empty(item.shape, dtype=item.out, device="cpu")
             state[item.name].view(-1)[start:stop] = row
 
 
 class Stacked:
-    """A `stream.Placing` that holds all outputs of each item, [K, numel]."""
+    """A `stream.Sink` that holds all outputs of each item, [K, numel]."""
 
     def __init__(self, items: Sequence[Item], outputs: int) -> None:
         self.held = {
@@ -242,11 +215,8 @@ class Stacked:
             for item in items
         }
 
-    def place(self, item: Item, start: int, stop: int) -> Tensor:
-        return self.held[item.name][:, start:stop]
-
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
-        raise AssertionError("every piece has a place")
+        self.held[item.name][:, start:stop] = values
 
 
 def content_hash(metadata: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]]) -> str:

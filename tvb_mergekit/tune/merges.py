@@ -34,7 +34,6 @@ from tvb_mergekit.store.recipes import templates, times, with_paths
 from tvb_mergekit.store.store import base_of, is_store, read_store_facts
 from tvb_mergekit.tensors.checkpoint import weight_files
 from tvb_mergekit.tensors.engine import Engine
-from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.merging import merge_items
 from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards
 
@@ -51,7 +50,6 @@ class TunedRecipe:
     factor: bool  # the coefficient multiplies layer gradients or filters of the recipe
     recipe: Recipe
     options: Options
-    memory: int = MEMORY  # bytes that a pass over our methods' models may allocate
 
     @property
     def method(self) -> str:
@@ -64,7 +62,7 @@ class TunedRecipe:
             bases = self.recipe.store
             return bases.num_bases / len(bases.tasks)
         total = len(self.recipe.tasks)
-        return self.recipe.settings.bases_of(total) / total
+        return (self.recipe.settings.bases_of(total) or total) / total
 
     def at(self, point: float) -> dict[str, Any]:
         """Return the recipe of one point, as plain objects."""
@@ -87,7 +85,7 @@ class TunedRecipe:
             from_mapping(self.at(point))
 
     def _planned(self, point: float) -> AbstractContextManager[Plan]:
-        return planned(from_mapping(self.at(point)), self.options, self.memory)
+        return planned(from_mapping(self.at(point)), self.options)
 
     def _models(self) -> set[ModelReference]:
         return set(MergeConfiguration.model_validate(self.document).referenced_models())
@@ -126,7 +124,7 @@ class TunedRecipe:
         document = self.at(point)
         options = self.options.model_copy(update={"out_shard_size": SHARD, "quiet": quiet})
         source = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
-        merge(from_mapping(document, source), os.fspath(out), options, self.memory)
+        merge(from_mapping(document, source), os.fspath(out), options)
 
     def draw(self, start: Path, direction: Path, progress: Progress = silent) -> float:
         """Write start and direction of every tensor that moves as two models.
@@ -149,10 +147,8 @@ class TunedRecipe:
                 tunables = Tunables(item.tunables.lambda_)
                 starts.append(replace(item, out=torch.float32, tunables=tunables))
                 continue
-            # A tensor that is loaded at once is freed after a complete read.
-            inputs = item.inputs if item.base.held else ()
-            starts.append(replace(item, inputs=inputs, out=item.base.dtype, tunables=None))
-        engine = Engine(memory=self.memory, progress=progress)
+            starts.append(replace(item, inputs=(), out=item.base.dtype, tunables=None))
+        engine = Engine(progress=progress)
         for folder, items in ((start, starts), (direction, directions)):
             writer = FolderWriter(folder, plan_shards(items), {"format": "pt"})
             sink, alone = FoldersSink([writer]), folder == direction
@@ -179,7 +175,7 @@ class TunedRecipe:
         return str(yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True))
 
 
-def read_tuned(path: str, options: Options, memory: int = MEMORY) -> TunedRecipe:
+def read_tuned(path: str, options: Options) -> TunedRecipe:
     """Read the recipe in a file, or that of `tvb merge STORE --method add`."""
     if os.path.isdir(path):
         if not is_store(path):
@@ -198,7 +194,7 @@ def read_tuned(path: str, options: Options, memory: int = MEMORY) -> TunedRecipe
     root = document.get("parameters") or {}
     given = [section for section in _sections(document) if key in section]
     factor = any(s is not root or isinstance(s[key], list | dict) for s in given)
-    return TunedRecipe(document, text, key, factor, found.recipe, options, memory)
+    return TunedRecipe(document, text, key, factor, found.recipe, options)
 
 
 def _sections(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,6 @@ from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.progress import Bar
 from tvb_mergekit.score.benchmark import check_known, repeated
 from tvb_mergekit.store.writer import lock
-from tvb_mergekit.tensors.layout import MEMORY
 from tvb_mergekit.tensors.output import check_disk, check_output_folder, folder_bytes
 from tvb_mergekit.tune import harness, search
 from tvb_mergekit.tune.harness import EvalTask, ItemChoice, LmEval, Scored
@@ -53,7 +52,6 @@ class TuneRequest(LmEval):
     subsample: bool = False
     test_share: float = 0.2
     seed: int = 0
-    memory: int = MEMORY
     write: str | None = None
     options: Options = field(default_factory=Options)
     quiet: bool = False
@@ -85,7 +83,7 @@ class Tuned:
 def tune(request: TuneRequest) -> Tuned:
     """Find the coefficient. The only file that stays is OUT/points.jsonl."""
     harness.require()
-    recipe = read_tuned(request.recipe, request.options, request.memory)
+    recipe = read_tuned(request.recipe, request.options)
     if request.grid is None:
         request = replace(request, grid=search.default_grid(recipe.method, request.search))
     points = search.grid_points(str(request.grid))

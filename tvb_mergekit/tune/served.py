@@ -23,7 +23,7 @@ class Served(HFLM):
 
     Args:
         pretrained: a model of `tvb learn wemoe`, or the base of a store.
-        store: a store's folder or its name on the Hub.
+        store: a store's folder.
         task: one of the store's tasks.
         others: arguments of `hf`.
 

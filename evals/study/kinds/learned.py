@@ -149,7 +149,7 @@ def learned(
     written = recipe(run, cell, by)
     learn(
         Request(document=from_mapping(written), out=str(out),
-                method=cell["method"], data=given, memory=MEMORY,
+                method=cell["method"], data=given,
                 options=Options(device=run.device), **options)
     )  # fmt: skip
     weights = load_file(out / "model.safetensors", run.device)
