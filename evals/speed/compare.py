@@ -65,6 +65,7 @@ TIES = Merge("ties", {"lambda": 0.4, "normalize": False}, {"weight": 1.0, "densi
 PAIRS = {
     "addition": (ours("basis_ta", **ADD), TASK_ARITHMETIC),
     "tvb": (ours("basis_ta", engine=True, **ADD), TASK_ARITHMETIC),
+    "two passes": (ours("basis_ta", basis="ae"), TASK_ARITHMETIC),
     "ties": (ours("basis_ties", density=0.2), TIES),
 }
 

@@ -139,15 +139,15 @@ class Checkpoint(Weights):
             return chunk.copy_(self._flat(name)[start:stop])
         file = self._file(info.shard)
         file.seek(info.offset + start * info.dtype.itemsize)
-        left = memoryview(chunk.view(torch.uint8).numpy())  # type: ignore[arg-type]
-        while left:
-            count = file.readinto(left)  # type: ignore[attr-defined]
+        data, done = chunk.view(torch.uint8).numpy(), 0
+        while done < len(data):  # Linux reads 2 GB at most
+            count = file.readinto(data[done:] if done else data)  # type: ignore[attr-defined]
             if not count:
                 raise UserError(
                     f"{self.folder / info.shard}: ends in tensor `{name}`; the file was changed "
                     "while it was read"
                 )
-            left = left[count:]
+            done += count
         return chunk
 
     def _flat(self, name: str) -> Tensor:

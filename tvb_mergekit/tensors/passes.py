@@ -31,7 +31,7 @@ from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.stream import Item, Part, Piece, Sink, pieces_of
 
-PIECE = 2**21  # float32 numbers that a thread holds: 8 MB
+PIECE = 2**22  # float32 numbers that a thread holds: 16 MB; 8 MB took a third longer
 SHORTEST = 2**12  # elements of a piece, except the last of a tensor; a power of two, as all
 THREADS = 8  # at most, on a CPU
 DEVICE_THREADS = 4  # that read for an accelerator: one alone is slower than the copy to it
@@ -47,11 +47,11 @@ class Reader:
         self.device, self._values = device, torch.empty(rows, length, device=device)
         # A copy to an accelerator goes on while this thread fills the other buffer. Tensors of a
         # CPU are widened at once, so that one row is enough.
-        gpu, pinned = device.type != "cpu", device.type == "cuda"
-        shape = (rows, 8 * length) if gpu else (1, 8 * length)
+        self._gpu, pinned = device.type != "cpu", device.type == "cuda"
+        shape = (rows, 8 * length) if self._gpu else (1, 8 * length)
         buffers = [
             torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-            for _ in range(2 if gpu else 1)
+            for _ in range(2 if self._gpu else 1)
         ]
         self._buffers = cycle(zip(buffers, range(2), strict=False))
         self._copied: list[torch.Event | None] = [None, None]  # the last copy from each buffer
@@ -70,21 +70,26 @@ class Reader:
             base.zero_()
         else:
             self._widen(item.base, piece, memory[0], base)
+        weights = [part.holds == "weight" for part in item.inputs]
         for place, (part, row) in enumerate(zip(item.inputs, task_vectors, strict=True), 1):
             self._widen(part, piece, memory[place % len(memory)], row)
-            if part.holds == "weight":
+            if weights[place - 1] and not all(weights):
                 row.sub_(base)
-        if self.device.type != "cpu":
+        if weights and all(weights):  # one operation instead of T
+            rows[1:].sub_(base)
+        if self._gpu:
             self._copied[number] = torch.accelerator.current_stream(self.device).record_event()
         return base, rows[1:]
 
     def _widen(self, part: Part, piece: Piece, memory: Tensor, row: Tensor) -> None:
-        if part.dtype == row.dtype and self.device.type == "cpu" and not part.held:
-            memory = row.view(torch.uint8)
-        stored = self.stored(part, piece, memory)
-        if stored.data_ptr() != row.data_ptr():
-            # Moved as it is stored, and widened there: half the traffic for 16-bit models.
-            row.copy_(stored.to(self.device, non_blocking=True))
+        if self._gpu:  # moved as it is stored, and widened there: half the traffic for 16 bits
+            row.copy_(self.stored(part, piece, memory).to(self.device, non_blocking=True))
+        elif part.dtype == row.dtype and not part.held:
+            given = part.read(piece.start, piece.stop, row)
+            if given.data_ptr() != row.data_ptr():
+                row.copy_(given)
+        else:
+            row.copy_(self.stored(part, piece, memory))
 
     def stored(self, part: Part, piece: Piece, memory: Tensor | None = None) -> Tensor:
         """Elements [n] of a part on the CPU, in its dtype."""
@@ -155,7 +160,7 @@ class RunningSums:
 
     def __init__(self, tasks: Sequence[str], inner: bool = True) -> None:
         self.tasks, self.inner = tasks, inner
-        self._open = list[Tensor]()  # sums of the tensor that is read, on the device
+        self._open = list[tuple[Tensor, Tensor]]()  # of the tensor that is read, on the device
         self._each: list[GramSums] = []  # of complete tensors
 
     def of(self, base: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,11 +177,11 @@ class RunningSums:
         item = piece.item
         if found is None or item.counted_as not in (None, item.name):  # a tensor's second name
             return
-        start = self._open or [torch.zeros_like(each) for each in found]
-        self._open = [a + b for a, b in zip(start, found, strict=True)]
+        self._open.append(found)
         if piece.stop < item.numel:
             return
-        gram, square = symmetric(self._open[0]), float(self._open[1])
+        own, base_squares = (torch.stack(each).sum(0) for each in zip(*self._open, strict=True))
+        gram, square = symmetric(own), float(base_squares)
         self._open = []
         sums = GramSums(gram, square, inner=self.inner)
         if not sums.finite():
