@@ -247,8 +247,8 @@ def count_pass(
         free.put(table)
         return found
 
-    # Bins of one basis are int32 and int64.
-    for piece, found in run(items, work, engine, "Trim thresholds", extra=count + 8):
+    # The bins of one basis are int32, their ones int64.
+    for piece, found in run(items, work, engine, "Trim thresholds", extra=count + 3):
         if sums is not None:
             sums.add(piece, found)
     for table in tables[1:]:
