@@ -65,7 +65,7 @@ def merge_tensor(
     device: torch.device,
 ) -> Tensor:
     """One merged tensor in `dtype`, on the base's device."""
-    sink = MemorySink(1)
     item = replace(held_item(name, base, models, dtype), tunables=tunables)
+    sink = MemorySink([item])
     merge_items(basis, [item], sink, Engine(device))
     return sink.states[0][name].to(base.device)

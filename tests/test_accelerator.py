@@ -257,7 +257,7 @@ def test_gram(folder: Path, device: Device) -> None:
 
 def merged(method: str, items: Any, engine: Engine, keys: Any) -> dict[str, Tensor]:
     """The merged tensors, and what the passes summed."""
-    sink = MemorySink(1)
+    sink = MemorySink(items)
     tasks = TaskSet(resolve_settings(method, keys, TASKS), TASKS, [1.0] * T, items)
     basis = build_basis(tasks, engine)
     merge_items(basis, items, sink, engine)
@@ -291,7 +291,7 @@ def test_learned_steps(step: Any, folder: Path, device: Device) -> None:
     items = items_in(folder)
 
     def run(on: torch.device) -> Mapping[str, Tensor]:
-        sink = MemorySink(1)
+        sink = MemorySink(items)
         combine_pass(items, dict.fromkeys(SHAPES, step), sink, Engine(on))
         return sink.states[0]
 
@@ -322,7 +322,7 @@ def test_stores(stored: tuple[Path, Bases], device: Device) -> None:
     items = items_of(store, base_of(store, path), None, store.sources)
 
     def run(on: torch.device) -> Mapping[str, Tensor]:
-        sink = MemorySink(1)
+        sink = MemorySink(items)
         combine(items, torch.full((T, 1), 0.5), sink, Engine(on), add_base=True)
         return sink.states[0]
 

@@ -196,7 +196,7 @@ def test_merging_equals_the_dense_reference(case: str, data: st.DataObject) -> N
         )
         for item in made.items(False)
     ]
-    sink, left = MemorySink(1), [0]
+    sink, left = MemorySink(items), [0]
     merge_items(basis, items, sink, Engine(progress=counting(left)))
     assert left == [0]  # all the bytes that were announced
     cast = {name: tensor.bfloat16() for name, tensor in merged.items()}
@@ -204,8 +204,8 @@ def test_merging_equals_the_dense_reference(case: str, data: st.DataObject) -> N
         cast["t0"] = made.base["t0"].bfloat16()
     assert all(torch.equal(sink.states[0][n], cast[n]) for n in made.base)
 
-    sink, scale = MemorySink(1), data.draw(st.floats(-2, 2))
     items = [replace(i, tunables=Tunables(0.0, density=0.3)) for i in made.items(False)]
+    sink, scale = MemorySink(items), data.draw(st.floats(-2, 2))
     merge_items(basis, items, sink, alone=True)
     scaled = Tunables(0.0, -scale) if method == "basis_negate" else Tunables(scale, density=0.3)
     factor = basis.scale if method != "basis_negate" else 1.0

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from worlds import CONV, Models
 
+import tvb_mergekit
 from tvb_mergekit.core import lora
 from tvb_mergekit.core.lora import Factors
 from tvb_mergekit.errors import UserError
@@ -594,3 +595,17 @@ def test_adapters_of_another_base(
     file = commands.write(recipe("basis_ta", "./nowhere", ["./nowhere+./here"]), tmp_path / "r")
     for words in (("inspect", file), ("build", file, tmp_path / "out")):
         assert "model ./nowhere: no such folder (from " in refused(*words)
+
+
+def test_ties_over_a_store_of_adapters(world: Callable[[str], Models], tmp_path: Path) -> None:
+    """Tensors that no adapter changes count in the density, over the store as over the adapters."""
+    keys, made = {"basis": "balanced", "num_bases": 2}, world("adapters")
+    direct = made.merge("basis_ties", tmp_path / "direct", density=0.1, **keys)
+    bases = made.build(tmp_path / "store", **keys)
+    listed = sorted((tmp_path / "store").glob("basis-0*"))
+    file = recipe("basis_ties", made.base, listed, density=0.1)
+    over = commands.merge(file, tmp_path / "over").tensors
+    library = tvb_mergekit.merge(bases, made.base, "basis_ties", density=0.1)
+    for name, want in direct.tensors.items():
+        torch.testing.assert_close(over[name], want, rtol=0, atol=1e-6)
+        torch.testing.assert_close(library[name], want, rtol=0, atol=1e-6)

@@ -161,3 +161,16 @@ def test_a_fault_leaves_nothing(method, keys, value, inputs, tmp_path):
     said = refused("merge", write(document, tmp_path / "out"), tmp_path / "out", "--quiet")
     assert SAID[value] in done.output and SAID[value] in said
     assert {path.name for path in tmp_path.iterdir()} == {"code", "out.yml"}
+
+
+def test_a_fault_of_a_second_name_is_named(tmp_path: Path) -> None:
+    """A tensor that counts under another name is not summed, and its NaN stops the merge too."""
+    base, models = family(tmp_path, partial(llama, tie_word_embeddings=True), TASKS[:2])
+    state = load(models[1])
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    state["lm_head.weight"][0, 0] = math.nan
+    save_file(state, models[1] / "model.safetensors", metadata={"format": "pt"})
+    for basis in ({"basis": "none"}, {"basis": "pca", "num_bases": 1}):
+        document = recipe("basis_ta", base, models, **basis)
+        told = merge(document, tmp_path / "out", fails=True).output
+        assert "tensor `lm_head.weight` of task" in told and "holds 1 NaN" in told

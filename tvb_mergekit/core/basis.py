@@ -211,7 +211,7 @@ def unlike(
             f"its task vector's norm is {norm:.4g}, the base's {base_norm:.4g}; fine-tuning moves "
             "a model by a few percent"
         )
-    if others and norm > LARGE_RATIO * statistics.median(others):
+    if others and norm > LARGE_RATIO * statistics.median(others) > 0:
         return (
             f"its task vector's norm is {norm:.4g}, the median of the other tasks' "
             f"{statistics.median(others):.4g}"

@@ -70,4 +70,6 @@ def factor_gram(updates: Sequence[Mapping[str, Factors]]) -> GramSums:
             sums.gram[owner].index_add_(0, of, products.sum(0))
         sums.num_parameters += left.shape[0] * right.shape[1]
     sums.gram = symmetric(sums.gram)
+    if sums.matrix_squares is not None:
+        sums.matrix_squares[1:] = sums.gram.diagonal()
     return sums

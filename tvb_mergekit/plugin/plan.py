@@ -131,7 +131,7 @@ class Plan:
         mean = [] if recipe.mean is None else [len(order)]
         table = store.reconstruction(store.tasks)[[*order, *mean]]
         stored = StoredBases(recipe.settings, store.tasks, shares, table)
-        merging.count_if_needed(stored, self.tasks.items, self.engine)
+        merging.count_if_needed(stored, self.tasks.items, self.engine, zeros=self.tasks.unchanged)
         return stored
 
     def merge_into(self, sink: Sink, items: Sequence[Item]) -> None:

@@ -40,7 +40,7 @@ from tvb_mergekit.tensors.engine import Engine, device_of
 from tvb_mergekit.tensors.matrices import check_matrices, settings_over
 from tvb_mergekit.tensors.merging import build_basis, count_if_needed, merge_items
 from tvb_mergekit.tensors.source import StateDict, Weights
-from tvb_mergekit.tensors.taskset import TaskSet, match
+from tvb_mergekit.tensors.taskset import UNCHANGED, TaskSet, match
 from tvb_mergekit.tensors.writing import MemorySink
 
 Model = Mapping[str, Tensor] | str | os.PathLike[str]
@@ -224,8 +224,9 @@ def reconstruct(
     """
     check_types(reconstruct, locals())
     found = base_of(bases, base, dtype)
-    column, sink = exporting.task_column(bases, task), MemorySink(1)
-    exporting.combine(exporting.items_of(bases, found, dtype, bases.sources), column, sink)
+    items = exporting.items_of(bases, found, dtype, bases.sources)
+    sink = MemorySink(items)
+    exporting.combine(items, exporting.task_column(bases, task), sink)
     return sink.states[0]
 
 
@@ -278,9 +279,11 @@ def merge(
     else:
         table = bases.reconstruction(bases.tasks)[: len(sources)]
         combined = StoredBases(settings, bases.tasks, bases.shares, table)
-        count_if_needed(combined, counted, engine)
+        left = bases.facts.left_out
+        zeros = (found.tensors[name].numel for name in left if left[name] == UNCHANGED)
+        count_if_needed(combined, counted, engine, zeros=sum(zeros))
     check_matrices(settings, items)
-    sink = MemorySink(1)
+    sink = MemorySink(items)
     merge_items(combined, items, sink, engine)
     return sink.states[0]
 

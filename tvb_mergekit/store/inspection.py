@@ -230,7 +230,7 @@ class Inspection:
 
     def why_unknown(self, what: str) -> str:
         """The reason why `gram`, `encoder` or `errors` are missing."""
-        if what in ("encoder", "errors") and "decoder" not in self.tensors:
+        if what in ("encoder", "errors") and not self.built:
             return "not known: the bases are not built yet"
         if self.facts.store and self.facts.store.added:
             return "not known: the store has grown online"

@@ -242,7 +242,7 @@ def in_memory(
     engine: Engine,
 ) -> Bases:
     """Bases as state dicts; the arguments are those of `facts_of` and `write_vectors`."""
-    sink = MemorySink(matrix.shape[1])
+    sink = MemorySink(items, matrix.shape[1])
     _combine(items, matrix, sink, engine)
     facts, states = facts_of(vectors, history), [StateDict(state) for state in sink.states]
     mean = states.pop() if MEAN in vectors.folders else None

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import safetensors
 import torch
@@ -67,7 +67,7 @@ class Checkpoint(Weights):
     shards: tuple[str, ...]
     tensors: dict[str, TensorInfo]
     _mapped: dict[str, object] = field(default_factory=dict, repr=False)
-    _local: threading.local = field(default_factory=threading.local, repr=False)
+    _reading: dict[str, OwnFile] = field(default_factory=dict, repr=False)  # at most one file
     _copy: tuple[str, Tensor] = field(default=("", torch.empty(0)), repr=False)
     _seen: dict[str, object] = field(default_factory=dict, repr=False)  # identities of the shards
     _lock: Any = field(default_factory=threading.Lock, repr=False)
@@ -137,11 +137,10 @@ class Checkpoint(Weights):
         chunk = out[: stop - start]
         if info.offset is None:  # a PyTorch file
             return chunk.copy_(self._flat(name)[start:stop])
-        file = self._file(info.shard)
-        file.seek(info.offset + start * info.dtype.itemsize)
+        file, place = self._file(info.shard), info.offset + start * info.dtype.itemsize
         data, done = chunk.view(torch.uint8).numpy(), 0
         while done < len(data):  # Linux reads 2 GB at most
-            count = file.readinto(data[done:] if done else data)  # type: ignore[attr-defined]
+            count = _read_at(file, data[done:] if done else data, place + done)
             if not count:
                 raise UserError(
                     f"{self.folder / info.shard}: ends in tensor `{name}`; the file was changed "
@@ -160,14 +159,13 @@ class Checkpoint(Weights):
                 self._copy = name, tensor.reshape(-1)
             return self._copy[1]
 
-    def _file(self, shard: str) -> BinaryIO:
-        """An open file of this thread, which holds one file of a checkpoint open."""
-        if getattr(self._local, "shard", None) != shard:
-            self._check_unchanged(shard)
-            path = os.fspath(self.folder / shard)
-            self._local.file, self._local.shard = cast(BinaryIO, OwnFile(path)), shard
-        file: BinaryIO = self._local.file
-        return file
+    def _file(self, shard: str) -> OwnFile:
+        """The open file, which closes when another one is open and no thread reads it."""
+        with self._lock:
+            if shard not in self._reading:
+                self._check_unchanged(shard)
+                self._reading = {shard: OwnFile(os.fspath(self.folder / shard))}
+            return self._reading[shard]
 
     def _check_unchanged(self, shard: str) -> None:
         """Raise UserError if a file is not the one whose header is known."""
@@ -238,6 +236,15 @@ class OwnFile(io.FileIO):
 
     def __del__(self) -> None:
         self.close()
+
+
+def _read_at(file: OwnFile, data: Any, place: int) -> int:
+    """Fill `data` from byte `place` on; returns the number of bytes read."""
+    if hasattr(os, "preadv"):  # threads share the file
+        return os.preadv(file.fileno(), [data], place)
+    with open(file.name, "rb", buffering=0) as own:  # else they would share its position
+        own.seek(place)
+        return own.readinto(data)
 
 
 def _index(folder: Path) -> dict[str, list[str] | None]:

@@ -81,6 +81,7 @@ class Joined:
 
 def slice_of(item: Item, first: int, shape: tuple[int, ...]) -> Item:
     """An item of this shape from element `first` on."""
+    item = item.loaded()  # else a pass would load the complete tensor in place of the slice
     base = None if item.base is None else _moved(item.base, first)
     return replace(
         item, shape=shape, base=base, inputs=tuple(_moved(p, first) for p in item.inputs)
@@ -229,7 +230,7 @@ def merge_one(
     Returns:
         Whether D is more than FAR times as long as all bases together.
     """
-    engine = replace(engine, progress=silent)
+    engine, matrix = replace(engine, progress=silent), matrix.loaded()
     stacked = stacked_bases(matrix, encoder, engine, sums)
     with torch.no_grad():
         together, merged = _length(stacked), merging(stacked).to("cpu")

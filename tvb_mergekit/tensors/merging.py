@@ -86,7 +86,12 @@ def sums_of(tasks: TaskSet, engine: Engine) -> GramSums:
     if not factored:
         return gram_pass(read, tasks.tasks, engine)
     sums = factor_gram([_factors(factored, task) for task in range(len(tasks.tasks))])
-    return sums.plus(gram_pass(read, tasks.tasks, engine)) if read else sums
+    if not read:
+        return sums
+    dense = gram_pass(read, tasks.tasks, engine)
+    if dense.matrix_squares is not None:  # of the base, only these tensors were read
+        dense.base_norm_squared, dense.matrix_squares[0] = 0.0, 0.0
+    return sums.plus(dense)
 
 
 def _factors(items: Sequence[Item], task: int) -> dict[str, Factors]:

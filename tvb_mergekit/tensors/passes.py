@@ -2,11 +2,12 @@
 
 A thread has memory and open files of its own. A piece has a known place in the output. So pieces
 are read, computed and written in any order. Sums are added in the order of the pieces, whose length
-depends on the number of models alone: any number of threads gives the same bits.
+does not depend on the threads: any number of them gives the same bits.
 
 `gram_pass` sums inner products, `count_pass` counts magnitudes for Trim, and `combine_pass`
-computes bases, merged and exported models. Memory is PIECE float32 numbers for each thread, beside
-what is loaded complete (`Item.load`).
+computes bases, merged and exported models. Memory is PIECE float32 numbers for each thread, and
+four times as many bytes pinned for a GPU; more only if blocks of very many vectors are decoded
+(`grain`), or a tensor is loaded complete (`Item.load`).
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Reader:
             row.copy_(self.stored(part, piece, memory))
 
     def stored(self, part: Part, piece: Piece, memory: Tensor | None = None) -> Tensor:
-        """Elements [n] of a part on the CPU, in its dtype."""
+        """Elements [n] of a part, in its dtype: on the CPU, or where a held tensor is."""
         size = 0 if part.held else piece.numel * part.dtype.itemsize
         if memory is None:
             memory = torch.empty(size, dtype=torch.uint8, device="cpu")
@@ -185,9 +186,7 @@ class RunningSums:
         self._open = []
         sums = GramSums(gram, square, inner=self.inner)
         if not sums.finite():
-            base = torch.zeros(1, device="cpu") if item.base is None else item.whole(item.base)
-            models = (item.whole(part) for part in item.inputs)
-            raise UserError(not_finite(item.name, base, models, self.tasks))
+            raise UserError(_not_finite(item, self))
         self._each.append(sums.of_tensor(item.shape, [part.share for part in item.inputs]))
 
     def total(self) -> GramSums:
@@ -243,8 +242,10 @@ def count_pass(
         found = None if sums is None else sums.of(base, tau)
         bases = weights @ tau
         table = free.get()  # 9 MB a basis: waits if memory has fewer of them than threads
-        table.add(bases)
-        free.put(table)
+        try:
+            table.add(bases)
+        finally:
+            free.put(table)  # others may wait for it
         return found
 
     # The bins of one basis are int32, their ones int64.
@@ -290,15 +291,16 @@ def combine_pass(
             values = _cast_base(item, reader.stored(item.parts[0], piece)).expand(outputs, -1)
         else:
             base, tau = reader.task_vectors(piece)
-            if sums is not None:
+            if sums is not None and item.counted_as in (None, item.name):
                 found = sums.of(base, tau)
             values = on_device(step)(base, tau).to(item.out).cpu()
             try:
                 check_output(item.name, values, item.out)
-            except UserError:
-                if found is None or torch.isfinite(found[0]).all():
-                    raise  # else `sums` names the input that is not finite
-        sink.write(item, piece.start, piece.stop, values.cpu())
+            except UserError as error:
+                if torch.isfinite(base).all() and torch.isfinite(tau).all():
+                    raise
+                raise UserError(_not_finite(item, sums)) from error
+        sink.write(item, piece.start, piece.stop, values.cpu())  # a held base may be on a GPU
         return found
 
     for piece, found in run(items, work, engine, title, extra):
@@ -323,6 +325,13 @@ def _cast_base(item: Item, stored: Tensor) -> Tensor:
     if cast.is_floating_point() and not (torch.isfinite(cast) | torch.isinf(stored.float())).all():
         check_output(item.name, cast, item.out)
     return cast
+
+
+def _not_finite(item: Item, sums: RunningSums | None) -> str:
+    """A message that names the input with NaN or infinity."""
+    base = torch.zeros(1, device="cpu") if item.base is None else item.whole(item.base)
+    names = [f"number {n}" for n in range(1, 1 + len(item.inputs))] if sums is None else sums.tasks
+    return not_finite(item.name, base, map(item.whole, item.inputs), names)
 
 
 def share_of(items: Sequence[Item]) -> slice:

@@ -125,12 +125,19 @@ class StateDict(Weights):
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self.state = {n: t.detach() for n, t in state.items() if isinstance(t, Tensor)}
         self.tensors = infos_of(self.state.items())
+        self._copy = "", torch.empty(0)  # of the last tensor that is not contiguous, flattened
 
     def tensor(self, name: str) -> Tensor:
         return self.state[name].cpu()
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
-        return self.state[name].reshape(-1)[start:stop].cpu()
+        tensor = self.state[name]
+        if not tensor.is_contiguous():
+            known, tensor = self._copy  # one tuple: threads may replace it
+            if known != name:
+                tensor = self.state[name].reshape(-1)
+                self._copy = name, tensor
+        return tensor.view(-1)[start:stop].cpu()
 
 
 def infos_of(tensors: Iterable[tuple[str, Tensor]], shard: str = "") -> dict[str, TensorInfo]:

@@ -10,7 +10,7 @@ import json
 import math
 import struct
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -192,17 +192,16 @@ class FoldersSink:
 
 
 class MemorySink:
-    """A `stream.Sink` that keeps output k as the state dict `states[k]`."""
+    """A `stream.Sink` that keeps output k as the state dict `states[k]`, in the items' order."""
 
-    def __init__(self, outputs: int) -> None:
-        self.states: list[dict[str, Tensor]] = [{} for _ in range(outputs)]
-        self._lock = threading.Lock()
+    def __init__(self, items: Sequence[Item], outputs: int = 1) -> None:
+        self.states: list[dict[str, Tensor]] = [
+            {i.name: torch.empty(i.shape, dtype=i.out, device="cpu") for i in items}
+            for _ in range(outputs)
+        ]
 
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
         for state, row in zip(self.states, values, strict=True):
-            with self._lock:
-                if item.name not in state:
-                    state[item.name] = torch.empty(item.shape, dtype=item.out, device="cpu")
             state[item.name].view(-1)[start:stop] = row
 
 
@@ -217,15 +216,6 @@ class Stacked:
 
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
         self.held[item.name][:, start:stop] = values
-
-
-def content_hash(metadata: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """A checksum of tensors and metadata."""
-    digest = xxhash.xxh3_128(json.dumps(sorted(metadata.items())).encode())
-    for name, tensor in sorted(tensors, key=lambda each: each[0]):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(cast(memoryview, tensor.reshape(-1).view(torch.uint8).numpy()))
-    return digest.hexdigest()
 
 
 def file_record(path: Path) -> dict[str, object]:

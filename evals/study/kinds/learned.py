@@ -30,7 +30,6 @@ from tvb_mergekit.store.routing import routed_model, routed_parameters, routers_
 from tvb_mergekit.tune import search
 
 SHOTS = 64  # of the paper's experiments with language models
-MEMORY = 12 * 10**9  # bytes, for models of some hundred million parameters
 UNTUNED = 0.3  # where AdaMerging starts as published
 
 
