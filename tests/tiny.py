@@ -30,12 +30,6 @@ def mistral() -> nn.Module:
     return transformers.MistralForCausalLM(config)
 
 
-def roberta() -> nn.Module:
-    """A model whose positions begin after that of its padding token."""
-    given = {**DECODER, "max_position_embeddings": 64, "is_decoder": True, "pad_token_id": 0}
-    return transformers.RobertaForCausalLM(transformers.RobertaConfig(**given))
-
-
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(vocab_size=96, n_positions=64, n_embd=32, n_layer=2, n_head=4)
     return transformers.GPT2LMHeadModel(config)

@@ -19,7 +19,7 @@ from torch import Tensor
 from tvb_mergekit.core.gram import PIECE
 from tvb_mergekit.core.lora import Factors
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.tensors.checkpoint import Checkpoint, stamp_of
+from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.source import Holds, TensorInfo, Weights
 
 CONFIG = "adapter_config.json"
@@ -163,11 +163,6 @@ class Adapter(Weights):
         parts = [self.file.fingerprint(), json.dumps(scales, sort_keys=True)]
         parts += [] if self.under is self.base else [self.under.fingerprint()]
         return hashlib.sha256("|".join(parts).encode()).hexdigest()
-
-    def stamp(self) -> list[list[int | str]]:
-        """The stamps of the weights, and of the config, which holds the scale."""
-        own = stamp_of(self.file.folder, (*self.file.shards, CONFIG))
-        return own + ([] if self.under is self.base else self.under.stamp())
 
     @property
     def dtypes(self) -> set[torch.dtype]:

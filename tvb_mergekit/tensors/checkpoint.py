@@ -13,7 +13,7 @@ import os
 import pickle
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -178,15 +178,6 @@ class Checkpoint(Weights):
     def check_unchanged(self) -> None:
         for shard in self.shards:  # an open one may be overwritten in place
             self._check_unchanged(shard)
-
-    def stamp(self) -> list[list[int | str]]:
-        return stamp_of(self.folder, self.shards)
-
-
-def stamp_of(folder: Path, names: Iterable[str]) -> list[list[int | str]]:
-    """Size, times and inode of each file. They change with every write."""
-    stats = ((name, os.stat(folder / name)) for name in names)
-    return [[n, of.st_size, of.st_mtime_ns, of.st_ctime_ns, of.st_ino] for n, of in stats]
 
 
 def metadata_of(path: Path) -> dict[str, str]:

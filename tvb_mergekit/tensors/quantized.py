@@ -84,9 +84,6 @@ class Decoded(Weights):
         file = self.folder / self.tensors[name].shard
         return UserError(f"{file}: tensor `{name}` is not what was stored; {RESTORE}")
 
-    def stamp(self) -> list[list[int | str]]:
-        return self.stored.stamp()
-
     def check_unchanged(self) -> None:
         self.stored.check_unchanged()
 

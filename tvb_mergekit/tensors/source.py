@@ -73,10 +73,6 @@ class Weights:
         """
         raise NotImplementedError
 
-    def stamp(self) -> list[list[int | str]]:
-        """Facts that change with every write to the files; empty in memory."""
-        return []
-
     def check_unchanged(self) -> None:
         """Raise UserError if a file was changed after it was opened."""
 
