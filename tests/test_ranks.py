@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 from tiny import family, gpt2, llama, load, save_tokenizer
 from torch.distributed import TCPStore
 
-from tvb_mergekit.tensors import ranks
-
 if sys.platform == "win32":
     pytest.skip("needs fork", allow_module_level=True)
 
 import processes
 from processes import KILL, Fault, Running, on_call
+
+from tvb_mergekit.tensors import passes
 
 SINK = "tvb_mergekit.tensors.writing.FoldersSink"
 TASKS = ("math", "code", "safety")
@@ -35,7 +35,7 @@ Folders = tuple[Path, list[Path]]
 
 @given(st.lists(st.integers(0, 20), max_size=7), st.integers(1, 5))
 def test_shares_are_even_runs(sizes: list[int], count: int) -> None:
-    cut = ranks.shares(sizes, count)
+    cut = passes.shares(sizes, count)
     assert len(cut) == count
     assert [i for run in cut for i in range(len(sizes))[run]] == list(range(len(sizes)))
     largest = max(sum(sizes[run]) for run in cut)

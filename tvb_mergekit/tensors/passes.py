@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import functools
 import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import cycle
+from itertools import accumulate, cycle, pairwise
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -338,4 +339,18 @@ def share_of(items: Sequence[Item]) -> slice:
     """The items that this process reads, balanced by bytes."""
     world = ranks.world()
     world.agree([[item.name, list(item.shape), item.nbytes] for item in items])
-    return ranks.shares([item.nbytes for item in items], world.size)[world.rank]
+    return shares([item.nbytes for item in items], world.size)[world.rank]
+
+
+def shares(sizes: Sequence[int], count: int) -> list[slice]:
+    """Cut a list into `count` runs, some perhaps empty.
+
+    The middle of an item decides its run, so that no run exceeds its share by more than one item.
+    """
+    total = max(1, sum(sizes))
+    ends = accumulate(sizes)
+    owners = [
+        (2 * end - nbytes) * count // (2 * total) for nbytes, end in zip(sizes, ends, strict=True)
+    ]
+    starts = [bisect_left(owners, rank) for rank in range(1, count)]
+    return [slice(start, stop) for start, stop in pairwise([0, *starts, len(sizes)])]

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tvb_mergekit.errors import UserError
@@ -40,20 +38,6 @@ def one_only(what: str) -> None:
             f"{what} runs in one process, and was started {size} times (WORLD_SIZE): start it "
             "without the launcher (`tvb build`, `tvb merge` work in several processes)"
         )
-
-
-def shares(sizes: Sequence[int], count: int) -> list[slice]:
-    """Cut a list into `count` runs, some perhaps empty.
-
-    The middle of an item decides its run, so that no run exceeds its share by more than one item.
-    """
-    total = max(1, sum(sizes))
-    ends = accumulate(sizes)
-    owners = [
-        (2 * end - nbytes) * count // (2 * total) for nbytes, end in zip(sizes, ends, strict=True)
-    ]
-    starts = [bisect_left(owners, rank) for rank in range(1, count)]
-    return [slice(start, stop) for start, stop in pairwise([0, *starts, len(sizes)])]
 
 
 @dataclass(frozen=True)
