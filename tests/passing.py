@@ -13,8 +13,16 @@ from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.merging import merge_items
 from tvb_mergekit.tensors.passes import combine_pass, gram_pass
-from tvb_mergekit.tensors.stream import Item, Sink, held_item
+from tvb_mergekit.tensors.stream import Item, Part, Sink
 from tvb_mergekit.tensors.writing import MemorySink
+
+
+def held_item(
+    name: str, base: Tensor, models: Sequence[Tensor], out: torch.dtype = torch.float32
+) -> Item:
+    """An item of tensors in memory."""
+    parts = tuple(map(Part.in_memory, models))
+    return Item(name, tuple(base.shape), Part.in_memory(base), parts, out)
 
 
 def as_deltas(items: Sequence[Item], count: int) -> list[Item]:

@@ -24,7 +24,7 @@ from commands import recipe
 from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
-from passing import combine, gram_of, merge_tensor
+from passing import combine, gram_of, held_item, merge_tensor
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -369,7 +369,7 @@ def test_default_device_of_a_worker_does_not_leak(method: str, keys: Any) -> Non
     A single piece is computed in the calling thread, where this default holds.
     """
     base, *models = torch.randn(1 + T, 5000, generator=torch.Generator().manual_seed(0))
-    items = [stream.held_item("layer", base, models)]
+    items = [held_item("layer", base, models)]
     settings, results = resolve_settings(method, keys, TASKS), []
     for default in ("cpu", "meta"):
         with torch.device(default):
@@ -394,7 +394,7 @@ def test_each_process_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch)
 def test_an_error_in_one_worker_stops_the_others() -> None:
     made = torch.ones(6, 3, 5000)
     made[2, 2, 17] = torch.nan
-    items = [stream.held_item(f"layer.{n}", base, models) for n, (base, *models) in enumerate(made)]
+    items = [held_item(f"layer.{n}", base, models) for n, (base, *models) in enumerate(made)]
     with pytest.raises(ValueError, match=r"layer\.2.*`b` holds 1 NaN"):
         gram_of(items, TASKS[:2], Engine(CPU))
 

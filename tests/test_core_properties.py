@@ -13,7 +13,7 @@ import torch
 from commands import assert_close
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
-from passing import gram_of, merge_tensor
+from passing import gram_of, held_item, merge_tensor
 from reference import Array, Dense
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import passes
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.merging import build_basis, merge_items
-from tvb_mergekit.tensors.stream import Item, Part, held_item
+from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import MemorySink
 

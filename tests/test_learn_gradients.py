@@ -18,6 +18,7 @@ import torch
 from commands import recipe, refused, slices, tvb, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from passing import held_item
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_learn import TASKS, Case, as_lines, data_words, facts, lines
@@ -32,7 +33,6 @@ from tvb_mergekit.learn.descent import Descent, Moving, Schedule
 from tvb_mergekit.learn.gradients import Coefficients, Rows
 from tvb_mergekit.learn.localize import Mask, largest
 from tvb_mergekit.learn.models import load_model
-from tvb_mergekit.tensors.stream import held_item
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 

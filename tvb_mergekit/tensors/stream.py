@@ -126,13 +126,6 @@ class Item:
         return part.read(0, self.numel, buffer)
 
 
-def held_item(
-    name: str, base: Tensor, models: Sequence[Tensor], out: torch.dtype = torch.float32
-) -> Item:
-    parts = tuple(map(Part.in_memory, models))
-    return Item(name, tuple(base.shape), Part.in_memory(base), parts, out)
-
-
 @dataclass(frozen=True)
 class Piece:
     """Elements `start` to `stop` of an item: one task of one thread."""

@@ -37,7 +37,7 @@ from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.merging import merge_items
 from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards
 
-SHARD = 10**9  # bytes of written files: mergekit holds a shard in memory
+SHARD = 10**9  # bytes of written files
 
 
 @dataclass(frozen=True)
