@@ -17,8 +17,9 @@ from tvb_mergekit import __version__
 from tvb_mergekit.cli.learn import learn
 from tvb_mergekit.cli.merging import export, merge
 from tvb_mergekit.cli.options import Commands
-from tvb_mergekit.cli.score import score, tune
+from tvb_mergekit.cli.score import score
 from tvb_mergekit.cli.stores import add, build, inspect, remove, undo
+from tvb_mergekit.cli.tune import tune
 
 
 @click.group(cls=Commands, context_settings={"show_default": True})
