@@ -54,7 +54,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "test_merges.py -k 'iso or tsvm or wudi'": [
         ("core/basis.py", "(self.num_bases * self.scale)", "self.num_bases"),
-        ("core/settings.py", "if len(shape) == 3 and not", "if len(shape) == 3 and"),
+        ("names.py", "dimensions == 2 or", "dimensions == 2 or not"),
     ],
     "test_matrix_merges.py": [
         ("core/matrices.py", "flat = kind.smallest_normal *", "flat = 0 *"),

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tvb_mergekit import Bases, attach, build
 from tvb_mergekit.cli.options import auto_device
 from tvb_mergekit.core.basis import Tunables
-from tvb_mergekit.core.gram import BLOCK
+from tvb_mergekit.core.gram import SUMMED
 from tvb_mergekit.core.learned import FisherMean, Stitch, regression_mean
 from tvb_mergekit.core.settings import resolve_settings
 from tvb_mergekit.store import loaded
@@ -184,7 +184,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(passes, "ThreadPoolExecutor", threads)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: made)
     monkeypatch.setattr(passes, "PIECE", 1)
-    monkeypatch.setattr(passes, "SHORTEST", BLOCK)
+    monkeypatch.setattr(passes, "SHORTEST", SUMMED)
     monkeypatch.setattr(passes, "DEVICE_THREADS", 1)
     torch._C._set_only_lift_cpu_tensors(True)
     with made:

@@ -18,7 +18,7 @@ from reference import Array, Dense
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Tunables, build, warnings
-from tvb_mergekit.core.gram import BLOCK, GramSums
+from tvb_mergekit.core.gram import SUMMED, GramSums
 from tvb_mergekit.core.merge import Entrywise
 from tvb_mergekit.core.methods.ties import trim_elect_merge
 from tvb_mergekit.core.settings import resolve_settings
@@ -36,7 +36,7 @@ quick = settings(max_examples=60, deadline=None, derandomize=True)
 few = settings(quick, max_examples=25)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = st.one_of(
-    st.integers(1, 50), st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 2**17 + 5])
+    st.integers(1, 50), st.sampled_from([SUMMED - 1, SUMMED, SUMMED + 1, 3 * SUMMED, 2**17 + 5])
 )
 State = dict[str, Tensor]
 
@@ -114,7 +114,7 @@ def test_the_sums_equal_the_dense_products(data: st.DataObject) -> None:
 
 
 def close(found: Tensor, left: Array, right: Array) -> None:
-    """Up to the errors of float32 sums of BLOCK products."""
+    """Up to the errors of float32 sums of SUMMED products."""
     scale = np.outer(np.linalg.norm(left, axis=0), np.linalg.norm(right, axis=0))
     assert (np.abs(found.numpy() - left.T @ right) <= 5e-6 * scale).all()
 

@@ -425,7 +425,7 @@ def test_any_range_of_a_source(updates, data):
     start = data.draw(st.integers(0, info.numel))
     stop = data.draw(st.integers(start, info.numel))
     out = torch.full((info.numel + 3,), torch.nan)
-    with mock.patch.object(adapters_of_peft, "PIECE", 3 * info.shape[-1]):  # few rows at a time
+    with mock.patch.object(adapters_of_peft, "AT_ONCE", 3 * info.shape[-1]):  # few rows at a time
         chunk = source.read(name, start, stop, out)
         every = source.tensor(name).view(-1)
     torch.testing.assert_close(chunk, expected.view(-1)[start:stop])

@@ -21,7 +21,7 @@ from tvb_mergekit.core.methods.wudi import interference_free
 from tvb_mergekit.core.settings import METHODS as KINDS
 
 Array = reference.Array
-FEW = 64  # as BLOCK, so that small matrices have several blocks
+FEW = 64  # as COLUMNS, so that small matrices have several blocks
 quick = settings(max_examples=25, deadline=None, derandomize=True)
 svd = np.linalg.svd
 FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -41,7 +41,7 @@ SHAPES += [(3, 16, 2 * FEW + 7)]  # fewer rows in all than columns
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_blocks() -> Iterator[None]:
-    with mock.patch.object(matrices, "BLOCK", FEW):
+    with mock.patch.object(matrices, "COLUMNS", FEW):
         yield
 
 

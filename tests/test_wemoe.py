@@ -152,7 +152,7 @@ def test_gradients_of_a_combination(monkeypatch: pytest.MonkeyPatch) -> None:
     for turned in (True, False):
         w, b = (weight, bases) if turned else (weight.mT.contiguous(), bases.mT.contiguous())
         for block in (1, 2**28):
-            monkeypatch.setattr(routing, "BLOCK", block)
+            monkeypatch.setattr(routing, "COMBINED", block)
             given = x.requires_grad_(), r.requires_grad_(), w, b, turned
             assert torch.autograd.gradcheck(routing.product, given)
 

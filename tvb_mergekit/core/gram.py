@@ -1,6 +1,6 @@
 """The Gram matrix G = T^T T of the task vectors: sums over chunks, and messages for bad inputs.
 
-Task vectors are formed in float32 from the stored dtypes. A product of BLOCK columns is summed in
+Task vectors are formed in float32 from the stored dtypes. A product of SUMMED columns is summed in
 float32, and the products in float64. The relative error of the trace is about 3e-7.
 """
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tvb_mergekit.errors import UserError
 
-BLOCK = 2048  # columns that one float32 matrix product sums over
-PIECE = 2**17  # elements that are checked at once
+SUMMED = 2048  # columns that one float32 matrix product sums over
+AT_ONCE = 2**17  # elements that are checked at once
 
 
 def _zeros(*shape: int) -> Tensor:
@@ -98,19 +98,19 @@ class GramSums:
 
 
 def products(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right^T in float64: complete BLOCKs by one batched product, then the rest."""
-    count = left.shape[1] // BLOCK
-    whole = count * BLOCK
-    lefts = left[:, :whole].unflatten(1, (count, BLOCK)).transpose(0, 1)
-    rights = right[:, :whole].unflatten(1, (count, BLOCK)).permute(1, 2, 0)
+    """left @ right^T in float64: complete runs of SUMMED by one batched product, then the rest."""
+    count = left.shape[1] // SUMMED
+    whole = count * SUMMED
+    lefts = left[:, :whole].unflatten(1, (count, SUMMED)).transpose(0, 1)
+    rights = right[:, :whole].unflatten(1, (count, SUMMED)).permute(1, 2, 0)
     total = torch.bmm(lefts, rights).sum(0, dtype=torch.float64)
     return total.add_(left[:, whole:] @ right[:, whole:].T)
 
 
 def squares(rows: Tensor) -> Tensor:
     """Squared norms of the rows of [R, n], [R] float64; float32 sums as in `products`."""
-    whole = rows.shape[1] // BLOCK * BLOCK
-    blocks = rows[:, :whole].unflatten(1, (-1, BLOCK)) if whole else rows[:, None, :0]
+    whole = rows.shape[1] // SUMMED * SUMMED
+    blocks = rows[:, :whole].unflatten(1, (-1, SUMMED)) if whole else rows[:, None, :0]
     total: Tensor = torch.linalg.vector_norm(blocks, dim=2).double().square_().sum(1)
     return total.add_(torch.linalg.vector_norm(rows[:, whole:], dim=1).double().square_())
 
@@ -164,9 +164,9 @@ def not_finite(
 
 
 def count_not_finite(tensor: Tensor) -> tuple[int, int]:
-    """Numbers of NaN and of infinite entries, counted PIECE elements at a time."""
+    """Numbers of NaN and of infinite entries, counted AT_ONCE elements at a time."""
     nan = inf = 0
-    for chunk in tensor.reshape(-1).split(PIECE):
+    for chunk in tensor.reshape(-1).split(AT_ONCE):
         if chunk.dtype.itemsize == 1:  # no comparisons are defined for 8-bit floats
             chunk = chunk.float()
         if not torch.isfinite(chunk).all():

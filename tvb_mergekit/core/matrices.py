@@ -1,6 +1,6 @@
 """Singular values and vectors of one matrix in float64, for the methods that merge matrices.
 
-They come from the Gram matrix of the shorter side, summed over BLOCK columns at a time, in a part
+They come from the Gram matrix of the shorter side, summed over COLUMNS columns at a time, in a part
 of an SVD's time. Singular values are known to about 1e-8 of the largest. Those up to NULL of the
 largest count as 0, and their directions contribute nothing, whereas an SVD would fill in arbitrary
 ones: rounding of models in float32 makes such values. Vectors in 16 bits have larger ones, see
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK = 512  # columns in float64 at a time
+COLUMNS = 512  # columns in float64 at a time
 NULL = 1e-5  # of the largest singular value
 Noise = Sequence[float] | None  # the largest singular value that rounding to 16 bits makes, [M]
 
@@ -95,8 +95,8 @@ def polar(matrix: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 
 
 def blocks(columns: int) -> Iterator[slice]:
-    for start in range(0, columns, BLOCK):
-        yield slice(start, min(start + BLOCK, columns))
+    for start in range(0, columns, COLUMNS):
+        yield slice(start, min(start + COLUMNS, columns))
 
 
 def _wide(matrix: Tensor) -> Tensor:

@@ -17,13 +17,10 @@ from typing import Any
 from tvb_mergekit.core import encoders, methods
 from tvb_mergekit.core.registry import LARGEST, Key, Level, Whole
 from tvb_mergekit.errors import UserError, hint
+from tvb_mergekit.names import is_linear
 
 BASES, METHODS = encoders.BASES, methods.METHODS
 
-# Patterns of tensor names, in upper or lower case.
-OUTPUT_LAYER = r"lm_head|embed_out|^output\.weight|classifier|\bscore\b|\bhead\b"
-EMBEDDINGS = r"embed|\bwte\b|\bwpe\b|^shared\."
-EXPERTS = r"expert|moe"  # stacked to three dimensions
 MATRIX_METHODS = tuple(name for name, each in METHODS.items() if each.merges == "matrices")
 LAMBDAS = {name: each.lambda_ for name, each in METHODS.items()}
 
@@ -112,9 +109,7 @@ class Settings:
             return False
         if self.matrices is not None:
             return re.search(self.matrices, name) is not None
-        if len(shape) == 3 and not re.search(EXPERTS, name, re.IGNORECASE):
-            return False
-        return not re.search(f"{EMBEDDINGS}|{OUTPUT_LAYER}", name, re.IGNORECASE)
+        return is_linear(name, len(shape))
 
     def is_transposed(self, name: str) -> bool:
         """Whether the inputs of a matrix are its rows; WUDI treats both sides differently."""

@@ -31,6 +31,7 @@ from tvb_mergekit.learn.data import (
 from tvb_mergekit.learn.descent import Descent, History, Moving, Schedule
 from tvb_mergekit.learn.models import bases_of, check_untied, load_model
 from tvb_mergekit.learn.work import Request, Work, save
+from tvb_mergekit.names import LAYER
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.tensors.matrices import Joined, slice_of
 from tvb_mergekit.tensors.passes import combine_pass
@@ -43,7 +44,6 @@ SCHEDULES = {
     "atlas": Schedule(epochs=10, rate=0.1, batch=16, decay=0.1, clip=1.0, cosine=True),
 }
 PER = Literal["layer", "tensor"]
-LAYER = re.compile(r"^(.*?\.\d+)\.")
 # Options of all methods by gradients that shape the result.
 SHAPING = ("mixture", "seed", "subsample", "held_out", "precision")
 

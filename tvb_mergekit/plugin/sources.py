@@ -8,7 +8,6 @@ lives as long as the process, and would show old weights of a rewritten file. me
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from mergekit.tokenizer.truncate import TruncatedVocabulary
 from torch import Tensor
 
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.names import EXPERT
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.stream import Part
@@ -128,7 +128,7 @@ def _made_of_changes(
     for reads, shapes in ((loose, adapter.loose_shapes), (stored, adapter.shapes)):
         for name in names if reads else ():
             of = _origins(kind, shapes, name)
-            experts = {int(number) for each in of for number in _EXPERT.findall(each)}
+            experts = {int(number) for each in of for number in EXPERT.findall(each)}
             if of and experts == {*range(len(experts))}:  # mergekit counts them, whatever they are
                 adapter.claimed |= of
                 if not of & (adapter.factors.keys() | adapter.dense.keys()):
@@ -136,9 +136,6 @@ def _made_of_changes(
                 sources = {each: partial(reads[each], each) for each in of}
                 return part, partial(convert_checkpoint_tensors, kind, sources, name)
     return None
-
-
-_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
 
 @functools.lru_cache(4096)

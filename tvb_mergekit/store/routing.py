@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.names import MLP
 from tvb_mergekit.store.facts import FOLDER
 from tvb_mergekit.tensors.checkpoint import facts_in
 
 ROUTERS = "routers.safetensors"
 LEARNED = "tvb_learned"  # key of the metadata of `tvb learn`
-MLP = re.compile(r"^(?:.*?\.)?(?:mlp|ffn|feed_forward)(?=\.)")
-LAYER = re.compile(r"^(.*)\.router\.(.*)$")
-BLOCK = 2**28  # bytes of combined weights at a time
+ROUTER = re.compile(r"^(.*)\.router\.(.*)$")
+COMBINED = 2**28  # bytes of combined weights at a time
 
 
 def routed_parameters(model: nn.Module) -> dict[str, str]:
@@ -187,7 +187,7 @@ def product(x: Tensor, r: Tensor, weight: Tensor, bases: Tensor, turned: bool) -
         made = combined(r, weight, bases)
         return x @ (made.mT if turned else made)
 
-    count = max(1, BLOCK // (weight.numel() * weight.itemsize))
+    count = max(1, COMBINED // (weight.numel() * weight.itemsize))
     parts = zip(x.split(count), r.split(count), strict=True)
     return torch.cat([checkpoint(some, *each, use_reentrant=False) for each in parts])
 
@@ -211,7 +211,7 @@ def routed_model(model: nn.Module, file: Path) -> Routed:
     with safe_open(file, "pt") as held:
         for name in held.keys():
             own = parameters.get(name)
-            if found := LAYER.match(name):
+            if found := ROUTER.match(name):
                 states.setdefault(found[1], {})[found[2]] = held.get_tensor(name)
             elif (
                 own is None or own.is_meta or own.dtype.itemsize == 1

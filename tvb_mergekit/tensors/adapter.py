@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.gram import PIECE
+from tvb_mergekit.core.gram import AT_ONCE
 from tvb_mergekit.core.lora import Factors
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import Checkpoint
@@ -130,7 +130,7 @@ class Adapter(Weights):
         origin = 0  # of a matrix
         for each in self.factors.get(self.canonical(name), ()):
             rows, columns = each.shape
-            step = max(1, PIECE // columns)
+            step = max(1, AT_ONCE // columns)
             first, last = max(start - origin, 0), min(stop - origin, rows * columns)
             for top in range(first // columns // step * step, -(-last // columns), step):
                 place = top * columns

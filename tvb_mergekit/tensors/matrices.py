@@ -16,6 +16,7 @@ from tvb_mergekit.core.matrices import rounding_noise
 from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.core.settings import GLOBAL_KEYS, METHODS, Settings
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.names import TRANSPOSED
 from tvb_mergekit.progress import silent
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import RunningSums, combine_pass
@@ -24,13 +25,6 @@ from tvb_mergekit.tensors.stream import Item, Part, Sink
 from tvb_mergekit.tensors.writing import Stacked
 
 LOG = logging.getLogger(__name__)
-# Model type -> weights that transformers stores as [inputs, outputs], and not [outputs, inputs].
-TRANSPOSED = dict.fromkeys(
-    ("gpt2", "openai-gpt", "imagegpt", "decision_transformer"), r"\bc_(attn|proj|fc)\.|\bq_attn\."
-) | dict.fromkeys(
-    "gpt_oss openai_privacy_filter llama4 llama4_text aria aria_text qwen3_vl_moe".split(),
-    r"experts\.(gate_up|down)_proj$",
-)
 FAR = 3  # a merge this many times as long as its bases together gets a warning
 
 

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.gram import PIECE, count_not_finite
+from tvb_mergekit.core.gram import AT_ONCE, count_not_finite
 from tvb_mergekit.core.lora import Factors
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.names import OUTPUT_EMBEDDING, SPEAKING, has_experts_in_out, tied_uses
 from tvb_mergekit.tensors.adapter import CONFIG, PICKLED, PREFIX, WEIGHTS, Adapter, Target
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.source import TensorInfo, Weights
@@ -35,14 +36,8 @@ _NOT_PLAIN = (
 ).split()
 # All others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA, MiCA) change the base when PEFT loads them.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
-# Model types that store experts as [experts, in, out]; others have [experts, out, in].
-_IN_OUT = "gpt_oss openai_privacy_filter llama4 llama4_text aria aria_text qwen3_vl_moe".split()
 
 _SAVED = re.compile(r"\.modules_to_save(\.default)?(?=\.)|\.base_layer(?=\.)")
-# Architectures with an output layer over tokens, and the names of the two uses of tied embeddings
-_SPEAKING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-_INPUT = re.compile(r"\b(embed_tokens|embed_in|wte|word_embeddings|shared)\.")
-_OUTPUT = re.compile(r"\b(lm_head|embed_out)\.")
 
 
 def open_adapter(
@@ -140,7 +135,7 @@ class _Reader:
         if mine.shape != theirs.shape:
             raise self._wrong_base(f"`{key}` is {[*mine.shape]}, in the base {[*theirs.shape]}")
         both = made.file.tensor(key), self.under.tensor(name)
-        pairs = zip(*(each.reshape(-1).split(PIECE) for each in both), strict=True)
+        pairs = zip(*(each.reshape(-1).split(AT_ONCE) for each in both), strict=True)
         if all(torch.equal(one.float(), other.float()) for one, other in pairs):
             return
         if ".base_layer." in key:
@@ -186,7 +181,7 @@ class _Reader:
             # PEFT's lora_A is "(e r) i" and lora_B is "o (r e)".
             right = down.reshape(experts, rank, -1)
             left = scale * up.reshape(len(up), rank, experts).permute(2, 0, 1)
-            if self.under.model_type in _IN_OUT:
+            if has_experts_in_out(self.under.model_type):
                 left, right = right.mT, left.mT
             halves = zip(left.contiguous(), right.contiguous(), strict=True)
             made.factors[name] = tuple(Factors(*both) for both in halves)
@@ -201,7 +196,7 @@ class _Reader:
         for each in (name, name.partition(".")[2]):
             if each in self.under.tensors:
                 return self.under.tensors[each].alias_of or each
-        if _OUTPUT.search(name):
+        if OUTPUT_EMBEDDING.search(name):
             raise self._tied(key)
         raise self._wrong_base(f"`{key}` fits no tensor of the base")
 
@@ -275,10 +270,10 @@ class _Reader:
         """
         file = self.under.folder / "config.json"
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        speaks = any(name.endswith(_SPEAKING) for name in config.get("architectures") or ())
+        speaks = any(name.endswith(SPEAKING) for name in config.get("architectures") or ())
         names = self.under.tensors
-        tied = config.get("tie_word_embeddings", not any(map(_OUTPUT.search, names)))
-        changed = [n for n in (*made.factors, *made.dense) if _INPUT.search(n) or _OUTPUT.search(n)]
+        tied = config.get("tie_word_embeddings", not any(map(OUTPUT_EMBEDDING.search, names)))
+        changed = tied_uses((*made.factors, *made.dense))
         if speaks and tied and changed:
             raise self._tied(changed[0])
 

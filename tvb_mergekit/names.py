@@ -1,0 +1,48 @@
+"""The names that architectures give to tensors and modules: every table and pattern of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+# Tensors of two dimensions that are not linear maps between activations, and those over tokens
+_VECTORS = re.compile(
+    r"embed|\bwte\b|\bwpe\b|^shared\."  # embeddings
+    r"|lm_head|embed_out|^output\.weight|classifier|\bscore\b|\bhead\b",  # output layers
+    re.IGNORECASE,
+)
+_EXPERTS = re.compile(r"expert|moe", re.IGNORECASE)  # stacked to three dimensions
+# The two uses of tied embeddings
+INPUT_EMBEDDING = re.compile(r"\b(embed_tokens|embed_in|wte|word_embeddings|shared)\.")
+OUTPUT_EMBEDDING = re.compile(r"\b(lm_head|embed_out)\.")
+# Endings of the architectures that have an output layer over tokens
+SPEAKING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+EXPERT = re.compile(r"\bexperts\.(\d+)\.")  # one of several, with its number
+MLP = re.compile(r"^(?:.*?\.)?(?:mlp|ffn|feed_forward)(?=\.)")
+LAYER = re.compile(r"^(.*?\.\d+)\.")
+
+# Types of models that store weights as [inputs, outputs], and not as [outputs, inputs]: all of a
+# Conv1D, or stacked experts
+_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+_IN_OUT = "gpt_oss openai_privacy_filter llama4 llama4_text aria aria_text qwen3_vl_moe".split()
+TRANSPOSED = {
+    **dict.fromkeys(_CONV1D, r"\bc_(attn|proj|fc)\.|\bq_attn\."),
+    **dict.fromkeys(_IN_OUT, r"experts\.(gate_up|down)_proj$"),
+}
+
+
+def is_linear(name: str, dimensions: int) -> bool:
+    """Whether a tensor is a linear map: not embeddings or an output layer; in 3-D, experts."""
+    stacked = dimensions == 2 or _EXPERTS.search(name)
+    return bool(stacked and not _VECTORS.search(name))
+
+
+def has_experts_in_out(model_type: str | None) -> bool:
+    """Whether stacked experts are stored as [experts, inputs, outputs]."""
+    return model_type in _IN_OUT
+
+
+def tied_uses(names: Iterable[str]) -> list[str]:
+    """The embeddings and output layers over tokens among these tensors."""
+    return [n for n in names if INPUT_EMBEDDING.search(n) or OUTPUT_EMBEDDING.search(n)]
