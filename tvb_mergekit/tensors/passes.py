@@ -39,6 +39,7 @@ THREADS = 8  # at most, on a CPU
 DEVICE_THREADS = 4  # that read for an accelerator: one alone is slower than the copy to it
 AHEAD = 2  # results that may wait for an earlier one
 TABLES = 2**29  # bytes of all threads' histograms
+ALONE = threading.Lock()  # of `use_one_thread`
 Result = TypeVar("Result")
 
 
@@ -121,17 +122,17 @@ def run(
     length = max(2 ** ((PIECE // (rows + extra)).bit_length() - 1), SHORTEST, grain)
     pieces = pieces_of(items, length)
     longest = min(length, max((item.numel for item in items), default=0))
-    local, device, before = threading.local(), engine.device, torch.get_num_threads()
+    local, device = threading.local(), engine.device
 
     def act(piece: Piece) -> Result:
         if not hasattr(local, "reader"):
             if device.type == "cpu":
-                torch.set_num_threads(1)  # of this thread
+                use_one_thread()
             local.reader = Reader(rows, longest, device)
         with torch.no_grad():
             return work(piece, local.reader)
 
-    threads = min(before, THREADS) if device.type == "cpu" else DEVICE_THREADS
+    threads = min(torch.get_num_threads(), THREADS) if device.type == "cpu" else DEVICE_THREADS
     waiting: deque[tuple[Piece, Future[Result]]] = deque()
     pool = ThreadPoolExecutor(threads, "tvb-pass")
     try:
@@ -147,7 +148,17 @@ def run(
             update(done.nbytes)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        torch.set_num_threads(before)  # part of it is the whole process's
+
+
+def use_one_thread() -> None:
+    """Let PyTorch use one thread in this new thread, and as many as before in all others."""
+    with ALONE:
+        # Asking first matters: a thread takes the process's number the first time that it needs it.
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)  # also of the threads that begin later
+        other = threading.Thread(target=torch.set_num_threads, args=[before])
+        other.start()
+        other.join()
 
 
 class RunningSums:
