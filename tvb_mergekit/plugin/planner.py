@@ -173,7 +173,7 @@ def planned_by_mergekit(config: MergeConfiguration, options: MergeOptions) -> Me
     # mergekit's own cache holds the configurations of 128 models.
     uncached = MergePlanner._model_arch.__wrapped__
     planner._model_arch = functools.cache(functools.partial(uncached, planner))
-    with replaced("mergekit.plan:ConfigReader", lambda _original: _Reader):
+    with replaced("plan:ConfigReader", lambda _original: _Reader):
         planner._plan()  # its plan_in_memory fails for all methods of mergekit's own
     return planner
 

@@ -186,7 +186,7 @@ def write_model(plan: Plan, document: Document, stage: StagedFolder, started: fl
         return lambda path: not os.path.exists(path) and original(path)
 
     # mergekit asks the Hub whether a folder is a repository, which fails offline.
-    with replaced("mergekit.card:is_hf", local):
+    with replaced("card:is_hf", local):
         write_tensors(plan, stage.path)
         _write_companions(plan, document, stage.path)
         finish(stage, plan, started)
