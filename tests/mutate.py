@@ -40,7 +40,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     "test_matrices.py": [
         ("core/methods/iso.py", "sizes.sum() / rank)\n    top", "sizes.max())\n    top"),
         ("core/methods/iso.py", "alpha=-1)", "alpha=1)"),
-        ("core/methods/iso.py", "every.put(count * share, shared)", "every.put(0, shared)"),
+        ("core/methods/iso.py", "outside(base, shared.left), each", "base, each"),
         ("core/methods/wudi.py", "norms[norms == 0] = 1", "pass"),
         ("core/methods/wudi.py", "copy=True).div_(norm)", "copy=True)"),
         ("core/methods/wudi.py", "copy_(total).sub_(base)", "copy_(total)"),
@@ -79,9 +79,9 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     ],
     f"{MERGING} -k merging_equals": [
         ("core/basis.py", "len(self.tasks) / self.num_bases", "self.num_bases / len(self.tasks)"),
-        ("core/basis.py", '"alpha": -alpha}', '"alpha": alpha}'),
+        ("core/basis.py", '"alpha": -values.alpha}', '"alpha": values.alpha}'),
         ("core/basis.py", "scales * self.encoding.recon", "self.encoding.recon"),
-        ("core/basis.py", '"lambda": lambda_ * self.scale,', '"lambda": lambda_,'),
+        ("core/basis.py", '"lambda": values.lambda_ * self.scale,', '"lambda": values.lambda_,'),
     ],
     f"{MERGING} -k entry_by_entry": [
         ("core/methods/ties.py", "np.float32(-1)", "np.float32(99)"),
@@ -91,7 +91,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("core/methods/ties.py", ".sum(0).clamp_(min=1)", ".sum(0).clamp_(min=2)"),
     ],
     f"{MERGING} -k asked_share": [
-        ("core/trim.py", "kept - density * kept[:1]", "kept - density * kept[:1] + 99"),
+        ("core/methods/ties.py", "kept - density * kept[:1]", "kept - density * kept[:1] + 99"),
     ],
     f"{ENCODERS} -k closed_form": [
         ("core/encoders/linear.py", "self.values[encoder.shape[1] :]", "self.values[1:]"),

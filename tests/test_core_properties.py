@@ -20,9 +20,8 @@ from torch import Tensor
 from tvb_mergekit.core.basis import Basis, Tunables, build, warnings
 from tvb_mergekit.core.gram import SUMMED, GramSums
 from tvb_mergekit.core.merge import Entrywise
-from tvb_mergekit.core.methods.ties import trim_elect_merge
+from tvb_mergekit.core.methods.ties import Histogram, trim_elect_merge
 from tvb_mergekit.core.settings import resolve_settings
-from tvb_mergekit.core.trim import Histogram
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import passes
 from tvb_mergekit.tensors.engine import Engine

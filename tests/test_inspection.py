@@ -18,7 +18,8 @@ from worlds import THREE, Models, World
 
 from tvb_mergekit.cli.inspect import print_inspection
 from tvb_mergekit.cli.plot import plot
-from tvb_mergekit.core.encoders import Encoding, encode
+from tvb_mergekit.core.basis import encode
+from tvb_mergekit.core.encoders import Encoding
 from tvb_mergekit.core.settings import Settings
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.facts import Facts, StoreFacts

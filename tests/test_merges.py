@@ -19,7 +19,7 @@ from torch import Tensor
 from worlds import ARCHITECTURES, EMBEDDING, HEAD, THREE, Models, World, llama, llava, vit
 
 import tvb_mergekit
-from tvb_mergekit.core.encoders import encode
+from tvb_mergekit.core.basis import encode
 from tvb_mergekit.core.settings import resolve_settings
 
 Tensors = Mapping[str, Tensor]

@@ -90,10 +90,9 @@ BAD: dict[str, list[tuple[dict[str, object], str]]] = {
         ({"temperature": float("inf")}, "`temperature` is inf: expected a number > 0"),
         ({"steps": 0}, "`steps` is 0: expected a whole number >= 1"),
         ({"learning_rate": "fast"}, "`learning_rate` is 'fast': expected a number > 0"),
-        ({"anneal_factor": 0.8}, "`anneal_factor` needs `anneal_every`"),
         ({"seed": 2**64}, "`seed` is 18446744073709551616: expected a whole number in [0,"),
         ({"basis": "pca", "steps": 9}, "`steps` belongs to basis ae or linear_ae, not to pca"),
-        ({"exclude": ""}, "`exclude` is empty"),
+        ({"exclude": ""}, "`exclude` is '': expected text"),
         ({"lambda_scale": "task"}, "(did you mean `tasks`?)"),
         ({"lambda": [{"filter": "x", "value": "y"}]}, "`lambda` is 'y': expected"),
     ],
@@ -101,9 +100,8 @@ BAD: dict[str, list[tuple[dict[str, object], str]]] = {
     "basis_negate": [
         (FORGET | {"merge_func": "sum"}, "`merge_func` belongs to basis_ties"),
         ({"forget": "math"}, "basis_negate needs `alpha` as a parameter"),
-        (FORGET | {"forget": ""}, "`forget` is empty"),
+        (FORGET | {"forget": ""}, "`forget` is '': expected text"),
         (FORGET | {"forget": "math,,code"}, "the unknown task ''"),
-        (FORGET | {"forget": "math, math"}, "a name is there twice"),
         (FORGET | {"forget": ["math"]}, "`forget` is ['math']: expected text"),
     ],
     "basis_wudi": [
@@ -150,8 +148,8 @@ def test_names_of_tasks_from_paths() -> None:
 
 
 REFUSED = {
-    "the task name '' of model './b' is empty": ["math", ""],
-    "'a,b' of model './a' has a comma": ["a,b", "c"],
+    "the task name '' of model './b' is empty, or": ["math", ""],
+    "'a,b' of model './a' is empty, or has a comma": ["a,b", "c"],
     "an outer blank": ["math", " code"],
     "control character": ["math", "co\nde"],
     "'math' of model './b' is also that of model ./a: give it another `task:`": ["math", "math"],

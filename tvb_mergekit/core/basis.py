@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tvb_mergekit.core.encoders import Encoding, encode, encode_before
+from tvb_mergekit.core.encoders import EVEN, Encoding, Gram
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.merge import Entrywise, Linear, Step, Term
-from tvb_mergekit.core.settings import METHODS, Settings
-from tvb_mergekit.core.trim import Histogram
+from tvb_mergekit.core.methods.ties import Histogram
+from tvb_mergekit.core.settings import BASES, METHODS, Settings
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import phase
 
@@ -65,9 +66,8 @@ class Combination:
     @property
     def scale(self) -> float:
         """The factor of lambda: T / M with `lambda_scale: tasks`, else 1."""
-        if self.settings.lambda_scale == "bases":
-            return 1.0
-        return len(self.tasks) / self.num_bases
+        tasks = self.settings.lambda_scale == "tasks"
+        return len(self.tasks) / self.num_bases if tasks else 1.0
 
     @property
     def directions(self) -> Mapping[str, Tensor]:
@@ -104,11 +104,11 @@ class Combination:
         if alone:
             *_, last = self.directions.values()
             return Linear([[(1.0, last)]], add_base=False)
-        return Linear([self.terms(values.lambda_, values.alpha)], add_base)
+        return Linear([self.terms(values)], add_base)
 
-    def terms(self, lambda_: float, alpha: float = 0.0) -> list[Term]:
+    def terms(self, values: Tunables) -> list[Term]:
         """The directions with their coefficients, in the order of addition."""
-        scales = {"lambda": lambda_ * self.scale, "alpha": -alpha}
+        scales = {"lambda": values.lambda_ * self.scale, "alpha": -values.alpha}
         every = [(scales[key], direction) for key, direction in self.directions.items()]
         return [term for term in every if term[0] != 0]
 
@@ -160,6 +160,23 @@ class StoredBases(Combination):
         self.weighted_reconstruction = self.reconstruction
 
 
+def encode(gram: Tensor | Gram, settings: Settings) -> Encoding:
+    """The bases of these settings.
+
+    Args:
+        gram: G = T^T T [T, T] float64.
+
+    Raises:
+        UserError: `gram` is not a Gram matrix, M > T, or training diverged.
+    """
+    spectrum = gram if isinstance(gram, Gram) else Gram.of(gram)
+    count = settings.bases_of(spectrum.size)
+    if not 1 <= count <= spectrum.size:
+        raise UserError(f"`num_bases` is {count}: expected 1 to {spectrum.size}, the tasks")
+    encoding: Encoding = BASES[settings.basis](settings, spectrum, count)
+    return encoding
+
+
 def check_not_zero(raw: GramSums, tasks: Sequence[str]) -> GramSums:
     """These unweighted sums; raise UserError if a task vector is zero."""
     for task, square in zip(tasks, raw.gram.diagonal().tolist(), strict=True):
@@ -187,12 +204,17 @@ def build(
 def before_gram(settings: Settings, tasks: Sequence[str], weights: Sequence[float]) -> Basis | None:
     """The basis for a merge in which the Gram matrix decides nothing; else None.
 
-    The sums are zero.
+    The sums are zero. The loss and the bounds mean nothing.
     """
-    encoding = encode_before(len(tasks), settings)
-    if encoding is None:
+    if BASES[settings.basis].known < METHODS[settings.method].needs(settings):
         return None
-    return Basis(settings, tasks, GramSums.zero(len(tasks), inner=False), encoding, weights)
+    count, gram = len(tasks), Gram.of(torch.eye(len(tasks), dtype=torch.float64, device="cpu"))
+    if settings.basis in EVEN:  # only the sum of the bases is known, and counts
+        even = np.full((count, settings.bases_of(count)), 1 / count)
+        encoding = gram.encoding(settings.basis, even)
+    else:
+        encoding = encode(gram, settings)
+    return Basis(settings, tasks, GramSums.zero(count, inner=False), encoding, weights)
 
 
 def unlike(
@@ -207,16 +229,12 @@ def unlike(
         ratio: the largest norm of a plausible task vector, relative to ||theta_0||.
     """
     if base_norm and norm > ratio * base_norm:
-        return (
-            f"its task vector's norm is {norm:.4g}, the base's {base_norm:.4g}; fine-tuning moves "
-            "a model by a few percent"
-        )
-    if others and norm > LARGE_RATIO * statistics.median(others) > 0:
-        return (
-            f"its task vector's norm is {norm:.4g}, the median of the other tasks' "
-            f"{statistics.median(others):.4g}"
-        )
-    return None
+        than = f"the base's {base_norm:.4g}; fine-tuning moves a model by a few percent"
+    elif others and norm > LARGE_RATIO * (median := statistics.median(others)) > 0:
+        than = f"the median of the other tasks' {median:.4g}"
+    else:
+        return None
+    return f"its task vector's norm is {norm:.4g}, {than}"
 
 
 def warnings(basis: Basis, models: Mapping[str, str]) -> list[str]:

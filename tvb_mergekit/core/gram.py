@@ -1,4 +1,4 @@
-"""The Gram matrix G = T^T T of the task vectors: sums over chunks, and messages for bad inputs.
+"""The Gram matrix G = T^T T of the task vectors: sums over pieces, and messages for bad inputs.
 
 Task vectors are formed in float32 from the stored dtypes. A product of SUMMED columns is summed in
 float32, and the products in float64. The relative error of the trace is about 3e-7.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,48 +16,55 @@ from torch import Tensor
 from tvb_mergekit.errors import UserError
 
 SUMMED = 2048  # columns that one float32 matrix product sums over
-AT_ONCE = 2**17  # elements that are checked at once
+AT_ONCE = 2**17  # elements that are checked or made at once
+NO_TENSOR = "no tensor takes part: every floating-point tensor is excluded or missing in a model"
 
 
-def _zeros(*shape: int) -> Tensor:
-    return torch.zeros(*shape, dtype=torch.float64, device="cpu")
+def _squares_of(base: float, gram: Tensor) -> Tensor:
+    """||theta_0||^2 and ||tau_i||^2 [1 + T]."""
+    return torch.cat([gram.new_tensor([base]), gram.diagonal()])
 
 
 @dataclass
 class GramSums:
-    """Sums over tensors, or over one chunk; all in float64 on the CPU.
+    """Sums over tensors; all in float64 on the CPU.
 
     Attributes:
         gram: T^T T [T, T].
         inner: Whether it has the inner products of different task vectors, or zeros there.
         matrix_squares: ||theta_0||^2 and ||tau_i||^2 over tensors of two or more dimensions,
-            [1 + T]; None for a chunk.
+            [1 + T].
     """
 
     gram: Tensor
     base_norm_squared: float = 0.0
     num_parameters: int = 0
-    matrix_squares: Tensor | None = None
+    matrix_squares: Tensor = field(kw_only=True)
     inner: bool = True
 
     @classmethod
     def zero(cls, tasks: int, inner: bool = True) -> GramSums:
-        return cls(_zeros(tasks, tasks), matrix_squares=_zeros(1 + tasks), inner=inner)
+        gram = torch.zeros(tasks, tasks, dtype=torch.float64, device="cpu")
+        return cls(gram, matrix_squares=_squares_of(0, gram), inner=inner)
 
-    def of_tensor(self, shape: Sequence[int], shares: Sequence[float]) -> GramSums:
-        """These sums, of a complete tensor of this shape.
+    @classmethod
+    def of_tensor(
+        cls,
+        gram: Tensor,
+        base_square: float,
+        shape: Sequence[int],
+        drawn: Sequence[float],
+        inner: bool,
+    ) -> GramSums:
+        """The sums of one tensor.
 
         Args:
-            shares: E||tau_i||^2 / E||z_i||^2 of the summed z_i, [T]: below 1 for random samples.
+            gram: Z^T Z [T, T] of the vectors that were read.
+            drawn: E||tau_i||^2 / E||z_i||^2, [T]: below 1 for random samples.
         """
-        gram = self.gram.clone()
-        gram.diagonal().mul_(torch.tensor(shares, dtype=torch.float64))
-        whole = replace(self, gram=gram, num_parameters=math.prod(shape))
-        squares = whole._squares() * (1.0 if len(shape) > 1 else 0.0)
-        return replace(whole, matrix_squares=squares)
-
-    def _squares(self) -> Tensor:
-        return torch.cat([_zeros(1) + self.base_norm_squared, self.gram.diagonal()])
+        gram.diagonal().mul_(gram.new_tensor(drawn))
+        matrix = _squares_of(base_square, gram) * (1.0 if len(shape) > 1 else 0.0)
+        return cls(gram, base_square, math.prod(shape), matrix_squares=matrix, inner=inner)
 
     @property
     def sizes(self) -> list[float]:
@@ -67,34 +73,26 @@ class GramSums:
         Norm layers of ones would lengthen ||theta_0|| and hide that a model is unlike the base.
         """
         squares = self.matrix_squares
-        if squares is None or not squares.any():
-            squares = self._squares()
+        if not squares.any():
+            squares = _squares_of(self.base_norm_squared, self.gram)
         sizes: list[float] = squares.clamp(min=0).sqrt().tolist()
         return sizes
 
-    def finite(self) -> bool:
-        return bool(torch.isfinite(self.gram).all())
-
     def plus(self, other: GramSums) -> GramSums:
         """The sums over both parts. Added in order, they do not depend on processes and threads."""
-        mine, theirs = self.matrix_squares, other.matrix_squares
         return GramSums(
             self.gram + other.gram,
             self.base_norm_squared + other.base_norm_squared,
             self.num_parameters + other.num_parameters,
-            None if mine is None or theirs is None else mine + theirs,
-            self.inner and other.inner,
+            matrix_squares=self.matrix_squares + other.matrix_squares,
+            inner=self.inner and other.inner,
         )
 
     def scaled(self, weights: Sequence[float]) -> GramSums:
         """The sums for task vectors scaled by `weights` [T]: exact, since G is bilinear."""
-        w = torch.tensor(weights, dtype=torch.float64, device="cpu")
-        squares = self.matrix_squares
-        return replace(
-            self,
-            gram=self.gram * torch.outer(w, w),
-            matrix_squares=None if squares is None else squares * torch.cat([_zeros(1) + 1, w**2]),
-        )
+        w = self.gram.new_tensor(weights)
+        squares = self.matrix_squares * self.gram.new_tensor([1.0, *weights]) ** 2
+        return replace(self, gram=self.gram * torch.outer(w, w), matrix_squares=squares)
 
 
 def products(left: Tensor, right: Tensor) -> Tensor:
@@ -120,46 +118,32 @@ def symmetric(square: Tensor) -> Tensor:
     return ((square + square.T) / 2).cpu()
 
 
-NO_TENSOR = "no tensor takes part: every floating-point tensor is excluded or missing in a model"
-
-
-def shapes_differ(name: str, task: str, found: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    return (
-        f"tensor `{name}`: task `{task}` has shape {list(found)}, the base {list(expected)}; "
-        f"leave it to the base with `exclude: {name.split('.')[-2] if '.' in name else name}`, or "
-        "for a changed vocabulary align it with `tokenizer_source: base`"
-    )
-
-
 def check_copied(name: str, tensor: Tensor, excluded: bool) -> None:
     """Raise UserError if a tensor that stays the base's is damaged: an excluded one, such as a
     mask, may hold infinity."""
     nan, inf = count_not_finite(tensor) if tensor.is_floating_point() else (0, 0)
     if nan or (inf and not excluded):
-        raise UserError(not_finite(name, tensor))
+        raise UserError(_damaged(name, "the base", nan, inf, tensor.numel(), excluded))
 
 
-def not_finite(
-    name: str, base: Tensor, models: Iterable[Tensor] = (), tasks: Sequence[str] = ()
-) -> str:
-    """A message that names the first input of one tensor with NaN or infinity.
-
-    Args:
-        models: the tensors of the tasks, read one at a time; empty if the tensor stays the base's.
-    """
-    remedy = "take another, or leave the tensor out with `exclude`"
+def not_finite(name: str, base: Tensor, models: Iterable[Tensor], tasks: Sequence[str]) -> str:
+    """A message that names the first input of one tensor with NaN or infinity."""
     named = zip((f"task `{task}`" for task in tasks), models, strict=True)
-    for who, tensor in chain([("the base", base)], named):
+    for who, tensor in (("the base", base), *named):
         nan, inf = count_not_finite(tensor)
         if nan or inf:
-            return (
-                f"tensor `{name}` of {who} holds {nan:,} NaN and {inf:,} infinite values of "
-                f"{tensor.numel():,}; this checkpoint is damaged or its training diverged: "
-                f"{remedy}"
-            )
+            return _damaged(name, who, nan, inf, tensor.numel())
     return (
         f"tensor `{name}`: the products of its task vectors overflow float32; the models are "
         "not fine-tuned from this base"
+    )
+
+
+def _damaged(name: str, who: str, nan: int, inf: int, numel: int, excluded: bool = False) -> str:
+    other = "" if excluded else ", or leave the tensor out with `exclude`"
+    return (
+        f"tensor `{name}` of {who} holds {nan:,} NaN and {inf:,} infinite values of {numel:,}; "
+        f"this checkpoint is damaged or its training diverged: take another{other}"
     )
 
 

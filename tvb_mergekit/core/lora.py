@@ -31,11 +31,6 @@ class Factors:
         return self.left.shape[0], self.right.shape[1]
 
 
-def no_factors(rows: int, columns: int) -> Factors:
-    """The zero matrix."""
-    return Factors(torch.empty(rows, 0), torch.empty(0, columns))
-
-
 def cores_of(updates: Sequence[Factors]) -> tuple[Tensor, Tensor, Tensor]:
     """P [m, p], the cores C_i [T, p, q] and Q [n, q], float64: each update is P C_i Q^T.
 
@@ -70,6 +65,5 @@ def factor_gram(updates: Sequence[Mapping[str, Factors]]) -> GramSums:
             sums.gram[owner].index_add_(0, of, products.sum(0))
         sums.num_parameters += left.shape[0] * right.shape[1]
     sums.gram = symmetric(sums.gram)
-    if sums.matrix_squares is not None:
-        sums.matrix_squares[1:] = sums.gram.diagonal()
+    sums.matrix_squares[1:] = sums.gram.diagonal()
     return sums

@@ -10,8 +10,8 @@ ones: rounding of models in float32 makes such values. Vectors in 16 bits have l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,32 +36,31 @@ def rounding_noise(matrix: Tensor, dtype: torch.dtype) -> float:
     return kind.eps / 2 * math.hypot(0.6 * float(rows + columns), flat)
 
 
-@dataclass(frozen=True)
-class Triples:
+class Triples(NamedTuple):
     """Singular triples: U [m, k], S [k] float64, V [n, k]."""
 
     left: Tensor
     sizes: Tensor
     right: Tensor
 
-    @classmethod
-    def empty(cls, bases: Tensor, count: int) -> Triples:
-        """Places for the triples of all bases [M, m, n], side by side."""
-        left, right = (bases.new_empty(side, count) for side in bases.shape[1:])
-        return cls(left, bases.new_empty(count, dtype=torch.float64), right)
 
-    def put(self, first: int, other: Triples) -> None:
-        part = slice(first, first + len(other.sizes))
-        self.left[:, part], self.right[:, part] = other.left, other.right
-        self.sizes[part] = other.sizes
+def beside(bases: Tensor, every: Iterable[Triples], count: int) -> Triples:
+    """The triples of all bases [M, m, n], `count` together, side by side in float32."""
+    left, right = (bases.new_empty(side, count) for side in bases.shape[1:])
+    sizes, first = bases.new_empty(count, dtype=torch.float64), 0
+    for own in every:  # one is held at a time
+        part = slice(first, first := first + len(own.sizes))
+        left[:, part], sizes[part], right[:, part] = own
+    return Triples(left, sizes, right)
 
-    def blur(self, noise: float) -> float:
-        """The turn by rounding, about, of vectors with values above a quarter of the largest.
 
-        `polar` of vectors side by side keeps no direction that such turns have made.
-        """
-        largest = float(self.sizes[:1].sum())
-        return 4 * noise / largest if largest else 0.0
+def blur(sizes: Tensor, noise: float) -> float:
+    """The turn by rounding, about, of vectors with values above a quarter of the largest.
+
+    `polar` of vectors side by side keeps no direction that such turns have made.
+    """
+    largest = float(sizes[:1].sum())
+    return 4 * noise / largest if largest else 0.0
 
 
 def top_triples(matrix: Tensor, count: int, floor: float) -> Triples:

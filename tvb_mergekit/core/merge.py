@@ -1,9 +1,9 @@
-"""The steps from theta_0 and a chunk of task vectors to outputs.
+"""The steps from theta_0 and a piece of the task vectors to outputs.
 
 Steps compute in float32, and the caller casts once to the output dtype.
 
 A coefficient multiplies a finished direction: theta_0 + fl(scale * direction), two roundings of
-each entry. A fused product and sum would round differently by chunk and processor. So a direction
+each entry. A fused product and sum would round differently by piece and processor. So a direction
 that is computed once gives the merged weights for any scale, to the last bit.
 """
 
@@ -21,6 +21,21 @@ from tvb_mergekit.errors import UserError
 Term = tuple[float, Tensor]  # a scale, and the weights [T] of the direction that it scales
 # From theta_0 [n] and task vectors [T, n], float32 and not changed, to outputs [K, n].
 Compute = Callable[[Tensor, Tensor], Tensor]
+
+
+class Step(Protocol):
+    """The merge of one tensor: `Linear`, `Entrywise`, or a step of `learned`.
+
+    `count` is the number of outputs, `rows` that of the float32 rows of a piece that `compute`
+    needs next to the inputs. Steps are equal if they are one object.
+    """
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    def on(self, device: torch.device) -> Compute: ...
+    def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +86,7 @@ class Linear:
 class Entrywise:
     """theta_0 (or 0) + scale * the direction of the bases [M, n], entry by entry.
 
-    Attributes:
-        encoder: [T, M], B = T @ encoder.
-        direction: overwrites the bases.
+    B = T `encoder` [T, M]. `direction` overwrites the bases.
     """
 
     encoder: Tensor
@@ -94,24 +107,6 @@ class Entrywise:
             return (merged.add_(base32) if self.add_base else merged)[None]
 
         return compute
-
-
-class Step(Protocol):
-    """The merge of one tensor: `Linear`, `Entrywise`, or a step of `learned`."""
-
-    @property
-    def count(self) -> int:
-        """The number of outputs."""
-
-    @property
-    def rows(self) -> int:
-        """Float32 rows of a chunk that computing needs next to the inputs."""
-
-    def on(self, device: torch.device) -> Compute:
-        """The step on one device."""
-
-    def __hash__(self) -> int:
-        """By identity."""
 
 
 def check_output(name: str, merged: Tensor, dtype: torch.dtype) -> None:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.encoders import Gram, balanced, encode
+from tvb_mergekit.core.basis import encode
+from tvb_mergekit.core.encoders import Gram, balanced
 from tvb_mergekit.core.settings import Settings
 
 COMPRESSIONS = ("ae", "balanced")

@@ -9,14 +9,12 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from typing import Any
 
 LARGEST = 1e30  # coefficient; its products with weights fit in float32
-BASES: dict[str, BasisKind] = {}
-METHODS: dict[str, MergeMethod] = {}
 
 
 @dataclass(frozen=True)
@@ -38,10 +36,9 @@ class Key:
     name: str = ""
     methods: tuple[str, ...] = ()
     bases: tuple[str, ...] = ()
-    method_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def default_for(self, method: str) -> Any:
-        return self.method_defaults.get(method, self.default)
+        return METHODS[method].lambda_ if self.name == "lambda" else self.default
 
     def allows(self, number: float) -> bool:
         """Whether a finite number is of the type and in the range."""
@@ -58,8 +55,7 @@ class Key:
             return "text"
         kind = self.word and f"{self.word} or "
         kind += "a whole number" if self.type is int else "a number"
-        if self.nonzero:
-            kind += " other than 0"
+        kind += " other than 0" * self.nonzero
         if self.high < math.inf:
             high = f"{self.high:g}" if self.type is float else self.high
             return f"{kind} in {'(' if self.above else '['}{self.low:g}, {high}]"
@@ -68,10 +64,10 @@ class Key:
 
 Whole = partial(Key, type=int, low=0)
 Positive = partial(Key, low=0, above=True)
-Share = partial(Positive, high=1)
+Fraction = partial(Positive, high=1)
 SIZES = {
     "num_bases": Whole("the number of bases M", low=1),
-    "basis_ratio": Share("M as a share of the tasks T", default=0.5),
+    "basis_ratio": Fraction("M as a share of the tasks T", default=0.5),
 }
 MATRICES = {"matrices": Key("matrices, by their names; others: mean", str, pattern=True)}
 
@@ -87,13 +83,27 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Declared:
-    """A function in a registry."""
+    """A function in a registry.
+
+    A basis is (Gram, M) -> `Encoding`. What is `known` of it does not depend on the Gram matrix.
+
+    A merge method gives the direction or directions that coefficients scale. `merges` is its form:
+    - "sums": (W_e [N, M]) -> coefficient -> the weights [N] of the vectors. Offered: the tasks, and
+      `reconstruction` [N, T].
+    - "entries": (bases [M, n]) -> [n]. Offered: `thresholds` [M], each basis's for `density`.
+    - "matrices": (bases [M, m, n]) -> [m, n], float32. Offered: `noise`, `shares`, `rank`, as
+      `tensors.matrices` explains. Other tensors get the mean of the bases.
+    """
 
     name: str
     title: str
     paper: str
     keys: Mapping[str, Key]
     function: Callable[..., Any]
+    known: Level = Level.NONE
+    merges: str = "matrices"
+    needs: Callable[[Any], Level] = lambda settings: Level.BASES
+    lambda_: float = 1.0  # the default of `lambda`
 
     def __call__(self, settings: Any, *given: Any, **offered: Any) -> Any:
         """Call the function with its keyword-only parameters, if not offered of the settings."""
@@ -103,30 +113,9 @@ class Declared:
         return self.function(*given, **known)
 
 
-@dataclass(frozen=True)
-class BasisKind(Declared):
-    """(Gram, M) -> `Encoding`. `known` does not depend on the Gram matrix."""
-
-    known: Level = Level.NONE
-
-
-@dataclass(frozen=True)
-class MergeMethod(Declared):
-    """The direction or directions that coefficients scale; `lambda_` is the default of `lambda`.
-
-    `merges` is the form of the function:
-    - "sums": (W_e [N, M]) -> coefficient -> the weights [N] of the vectors. Offered: the tasks, and
-      `reconstruction` [N, T].
-    - "entries": (bases [M, n]) -> [n]. Offered: `thresholds` [M], each basis's for `density`.
-    - "matrices": (bases [M, m, n]) -> [m, n], float32. Offered: `noise`, `shares`, `rank`, as
-      `tensors.matrices` explains. Other tensors get the mean of the bases.
-    """
-
-    merges: str = "matrices"
-    needs: Callable[[Any], Level] = lambda settings: Level.BASES
-    lambda_: float = 1.0
-
-
+BASES: dict[str, Declared] = {}
+METHODS: dict[str, Declared] = {}
+Keys = Mapping[str, Key]
 Declare = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -134,29 +123,27 @@ def basis(
     name: str,
     title: str,
     paper: str = "",
-    keys: Mapping[str, Key] | None = None,
+    keys: Keys | None = None,
     sized: bool = True,
     **more: Any,
 ) -> Declare:
-    """Declare a basis, see `BasisKind`; one that is `sized` has the keys of M."""
-    own = {**(SIZES if sized else {}), **(keys or {})}
-
-    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
-        BASES[name] = BasisKind(name, title, paper, own, function, **more)
-        return function
-
-    return declare
+    """Declare a basis, see `Declared`; one that is `sized` has the keys of M."""
+    return _declare(BASES, name, title, paper, (SIZES if sized else {}) | dict(keys or {}), more)
 
 
 def merge_method(
-    name: str, title: str, paper: str, keys: Mapping[str, Key] | None = None, **more: Any
+    name: str, title: str, paper: str, keys: Keys | None = None, **more: Any
 ) -> Declare:
-    """Declare a merge method, see `MergeMethod`."""
+    """Declare a merge method, see `Declared`."""
+    own = {} if more.get("merges") else MATRICES
+    return _declare(METHODS, name, title, paper, own | dict(keys or {}), more)
 
+
+def _declare(
+    registry: dict[str, Declared], name: str, title: str, paper: str, keys: Keys, more: Any
+) -> Declare:
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
-        method = METHODS[name] = MergeMethod(name, title, paper, keys or {}, function, **more)
-        if method.merges == "matrices":
-            METHODS[name] = replace(method, keys={**MATRICES, **method.keys})
+        registry[name] = Declared(name, title, paper, keys, function, **more)
         return function
 
     return declare

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -20,23 +21,21 @@ from tvb_mergekit.errors import UserError, hint
 from tvb_mergekit.names import is_linear
 
 BASES, METHODS = encoders.BASES, methods.METHODS
-
 MATRIX_METHODS = tuple(name for name, each in METHODS.items() if each.merges == "matrices")
-LAMBDAS = {name: each.lambda_ for name, each in METHODS.items()}
+# Of every method and every basis
+SHARED = {
+    "basis": Key("how the bases are built", str, "ae", choices=tuple(BASES)),
+    "seed": Whole("seed of everything random", default=0, high=2**64 - 1),
+    "exclude": Key("regular expression of tensors to leave alone", str, pattern=True),
+    "lambda_scale": Key("lambda, or lambda T/M", str, "bases", choices=("bases", "tasks")),
+    "lambda": Key("coefficient", low=-LARGEST, high=LARGEST, varying=True, default=0.4),
+}
 
 
 def _every_key() -> Iterator[tuple[str, Key]]:
     """The keys of merges, each with the methods and the bases that use it."""
-    shared = {
-        "basis": Key("how the bases are built", str, "ae", choices=tuple(BASES)),
-        "seed": Whole("seed of everything random", default=0, high=2**64 - 1),
-        "exclude": Key("regular expression of tensors to leave alone", str, pattern=True),
-        "lambda_scale": Key("lambda, or lambda T/M", str, "bases", choices=("bases", "tasks")),
-        "lambda": Key("coefficient", low=-LARGEST, high=LARGEST, varying=True,
-                      default=0.4, method_defaults=LAMBDAS),
-    }  # fmt: skip
     own = [each.keys for each in (*BASES.values(), *METHODS.values())]
-    for name, key in dict(chain(shared.items(), *(keys.items() for keys in own))).items():
+    for name, key in dict(chain.from_iterable(keys.items() for keys in (SHARED, *own))).items():
         methods, bases = (
             tuple(n for n, each in kinds.items() if name in each.keys) or tuple(kinds)
             for kinds in (METHODS, BASES)
@@ -107,16 +106,18 @@ class Settings:
         """
         if self.method not in MATRIX_METHODS or len(shape) not in (2, 3) or 0 in shape:
             return False
-        if self.matrices is not None:
-            return re.search(self.matrices, name) is not None
-        return is_linear(name, len(shape))
+        return is_linear(name, len(shape)) if self.matrices is None else _in(self.matrices, name)
 
     def is_transposed(self, name: str) -> bool:
         """Whether the inputs of a matrix are its rows; WUDI treats both sides differently."""
-        return self.transposed is not None and re.search(self.transposed, name) is not None
+        return _in(self.transposed, name)
 
     def excludes(self, tensor_name: str) -> bool:
-        return self.exclude is not None and re.search(self.exclude, tensor_name) is not None
+        return _in(self.exclude, tensor_name)
+
+
+def _in(pattern: str | None, name: str) -> bool:
+    return pattern is not None and re.search(pattern, name) is not None
 
 
 def unknown_key(key: str, known: Collection[str], where: str) -> UserError:
@@ -153,12 +154,10 @@ def _text(spec: Key, value: object, wrong: str) -> str:
         raise UserError(f"{wrong}; quote a name (YAML reads yes, no, on, off as true or false)")
     if isinstance(value, int) and not spec.choices:
         value = str(value)
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not value.strip():
         raise UserError(wrong)
     if spec.choices and value not in spec.choices:
         raise UserError(wrong + hint(value, spec.choices))
-    if not value.strip():
-        raise UserError(f"`{spec.name}` is empty: leave the key out, or give it {spec.expected}")
     if spec.pattern:
         try:
             re.compile(value)
@@ -169,7 +168,10 @@ def _text(spec: Key, value: object, wrong: str) -> str:
 
 
 def shown(value: object) -> str:
-    text = "empty" if value is None else repr(value)
+    """A value in a message. Nested aliases of YAML may stand for more than fits in memory."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxlong = short.maxother = 80
+    text = "empty" if value is None else short.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -203,13 +205,14 @@ def resolve_settings(method: str, given: Mapping[str, object], tasks: Sequence[s
                 check_value(key, leaf)
         else:
             values[key] = check_value(key, value)
-    _check_combination(values, len(tasks))
     for name, spec in KEYS.items():
         if spec.required and method in spec.methods and name not in given:
             raise UserError(f"{method} needs `{name}` as a parameter: {spec.help}")
     if "forget" in values:
         values["forget"] = _forgotten(values["forget"], tasks)
-    return Settings(method, values)
+    settings = Settings(method, values)
+    _check_bases(settings, len(tasks))
+    return settings
 
 
 def _leaves(value: object) -> Iterator[object]:
@@ -222,23 +225,19 @@ def _leaves(value: object) -> Iterator[object]:
         yield value
 
 
-def _check_combination(values: Mapping[str, Any], num_tasks: int) -> None:
-    basis, count = values.get("basis", GLOBAL_KEYS["basis"].default), values.get("num_bases")
-    for key in values:
+def _check_bases(settings: Settings, num_tasks: int) -> None:
+    basis = settings.basis
+    for key in settings.given:
         if basis not in (owners := GLOBAL_KEYS[key].bases):
             raise UserError(f"`{key}` belongs to basis {' or '.join(owners)}, not to {basis}")
-    if "anneal_factor" in values and not values.get("anneal_every"):
-        raise UserError("`anneal_factor` needs `anneal_every`, the steps between coolings")
-    if count is not None and "basis_ratio" in values:
+    if settings.num_bases is not None and "basis_ratio" in settings.given:
         raise UserError("`num_bases` and `basis_ratio` both set the number of bases: give one")
-    if count is not None and count > num_tasks:
+    if (count := settings.num_bases or 0) > num_tasks:
         raise UserError(f"`num_bases` is {count} but the recipe lists {num_tasks} models")
 
 
 def _forgotten(text: str, tasks: Sequence[str]) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
-    if len(set(names)) < len(names):
-        raise UserError(f"`forget` is {text!r}: a name is there twice")
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in tasks:
             known = f"{hint(name, tasks)}; tasks: {', '.join(tasks)}"
@@ -248,16 +247,12 @@ def _forgotten(text: str, tasks: Sequence[str]) -> tuple[str, ...]:
 
 def check_tasks(names: Sequence[str], models: Sequence[str]) -> None:
     """Raise UserError unless the names are unique and `forget` can list them."""
-    first: dict[str, str] = {}
-    for name, model in zip(names, models, strict=True):
+    for place, (name, model) in enumerate(zip(names, models, strict=True)):
         why = ""
-        if not name.strip():
-            why = "is empty"
-        elif "," in name or name != name.strip() or not name.isprintable():
-            why = "has a comma, an outer blank or a control character"
-        elif name in first:
-            why = f"is also that of model {first[name]}"
+        if not name or "," in name or name != name.strip() or not name.isprintable():
+            why = "is empty, or has a comma, an outer blank or a control character"
+        elif name in names[:place]:
+            why = f"is also that of model {models[names.index(name)]}"
         if why:
             what = f"the task name {name!r} of model {shown(model)}"
             raise UserError(f"{what} {why}: give it another `task:` name")
-        first[name] = model

@@ -167,7 +167,7 @@ def merged_factors(basis: Combination, item: Item) -> Factors:
         bases = _combined(cores, merged_encoder(basis))
         core = _by_inputs(basis.settings, item, bases) * (values.lambda_ * basis.scale)
     else:
-        terms = [scale * w for scale, w in basis.terms(values.lambda_, values.alpha)]
+        terms = [scale * w for scale, w in basis.terms(values)]
         core = _combined(cores, torch.stack(terms).sum(0)[:, None])[0]
     near, sizes, far = torch.linalg.svd(core.double(), full_matrices=False)
     rank = int((sizes > 1e-6 * sizes[:1].sum()).sum())

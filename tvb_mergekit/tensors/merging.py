@@ -89,8 +89,7 @@ def sums_of(tasks: TaskSet, engine: Engine) -> GramSums:
     if not read:
         return sums
     dense = gram_pass(read, tasks.tasks, engine)
-    if dense.matrix_squares is not None:  # of the base, only these tensors were read
-        dense.base_norm_squared, dense.matrix_squares[0] = 0.0, 0.0
+    dense.base_norm_squared, dense.matrix_squares[0] = 0.0, 0.0  # the base was read in part
     return sums.plus(dense)
 
 

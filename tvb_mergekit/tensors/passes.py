@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tvb_mergekit.core.gram import NO_TENSOR, GramSums, not_finite, products, squares, symmetric
 from tvb_mergekit.core.merge import Step, check_output
-from tvb_mergekit.core.trim import Histogram, table_bytes
+from tvb_mergekit.core.methods.ties import Histogram, table_bytes
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.engine import Engine
@@ -196,10 +196,10 @@ class RunningSums:
         own, base_squares = (torch.stack(each).sum(0) for each in zip(*self._open, strict=True))
         gram, square = symmetric(own), float(base_squares)
         self._open = []
-        sums = GramSums(gram, square, inner=self.inner)
-        if not sums.finite():
+        if not torch.isfinite(gram).all():
             raise UserError(_not_finite(item, self))
-        self._each.append(sums.of_tensor(item.shape, [part.share for part in item.inputs]))
+        drawn = [part.share for part in item.inputs]
+        self._each.append(GramSums.of_tensor(gram, square, item.shape, drawn, self.inner))
 
     def total(self) -> GramSums:
         """The sums of all processes, in the order of the tensors."""

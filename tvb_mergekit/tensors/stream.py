@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Tunables
-from tvb_mergekit.core.lora import Factors, no_factors
+from tvb_mergekit.core.lora import Factors
 from tvb_mergekit.tensors.source import Holds, Weights
 
 
@@ -91,7 +91,7 @@ class Item:
 
     def updates(self, number: int = 0) -> list[Factors]:
         """The factors of one matrix of a tensor that is `factored`, of each input."""
-        none = no_factors(*self.shape[-2:])
+        none = Factors(torch.empty(self.shape[-2], 0), torch.empty(0, self.shape[-1]))
         return [part.factors[number] if part.factors else none for part in self.inputs]
 
     @property

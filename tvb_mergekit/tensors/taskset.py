@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tvb_mergekit.core.gram import NO_TENSOR, GramSums, shapes_differ
+from tvb_mergekit.core.gram import NO_TENSOR, GramSums
 from tvb_mergekit.core.settings import Settings
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.tensors.adapter import Adapter
@@ -160,7 +160,12 @@ def why_left_out(
     for task, part in zip(tasks, models, strict=True):
         found = None if part is None else part.shape
         if base.shape is not None and found is not None and found != base.shape:
-            raise UserError(shapes_differ(name, task, found, base.shape))
+            layer = name.split(".")[-2] if "." in name else name
+            raise UserError(
+                f"tensor `{name}`: task `{task}` has shape {list(found)}, the base "
+                f"{list(base.shape)}; leave it to the base with `exclude: {layer}`, or for a "
+                "changed vocabulary align it with `tokenizer_source: base`"
+            )
     return None
 
 

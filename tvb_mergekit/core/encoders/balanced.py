@@ -11,7 +11,6 @@ import scipy  # whose parts are imported when they are used
 
 from tvb_mergekit.core.encoders.linear import NULL, Array, Encoding, Gram
 from tvb_mergekit.core.registry import Level, basis
-from tvb_mergekit.errors import UserError
 
 REFINEMENTS = 40
 RANDOM_ROTATIONS = 3
@@ -31,9 +30,7 @@ def balanced(gram: Gram, num_bases: int, weights: Array | None = None) -> Encodi
         W_e >= 0 with columns that sum to 1 and W_e 1 = (M / sum w) w, the least-squares decoder,
         and `balanced_bound`, equal to the loss.
     """
-    weights = np.ones(gram.size) if weights is None else np.asarray(weights, dtype=np.float64)
-    if weights.shape != (gram.size,) or not (np.isfinite(weights) & (weights > 0)).all():
-        raise UserError(f"task weights are {weights}: expected {gram.size} positive numbers")
+    weights = np.ones(gram.size) if weights is None else weights
     directions, bound = completion(gram, num_bases, weights)
     encoder = spread(weights / weights.sum(), directions, num_bases)
     return gram.encoding("balanced", encoder, balanced_bound=bound)

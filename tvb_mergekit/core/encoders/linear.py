@@ -59,14 +59,13 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Gram:
-    """G = T^T T by its spectrum: `values` [T] descending, `vectors` [T, T], `root` F [T, T].
+    """G = T^T T by its spectrum: `values` [T] descending and `root` F [T, T].
 
     Eigenvalues that are zero up to rounding are set to zero: G has its true rank.
     """
 
     matrix: Array
     values: Array
-    vectors: Array
     root: Array
 
     @classmethod
@@ -76,15 +75,12 @@ class Gram:
         if not np.isfinite(matrix).all():
             bad = sorted({int(i) for i in np.argwhere(~np.isfinite(matrix))[:, 0]})
             raise UserError(f"the Gram matrix of the task vectors holds NaN or Inf in rows {bad}")
-        return cls.from_array((matrix + matrix.T) / 2)
-
-    @classmethod
-    def from_array(cls, matrix: Array) -> Gram:
+        matrix = (matrix + matrix.T) / 2
         values, vectors = np.linalg.eigh(matrix)
         values, vectors = values[::-1].copy(), vectors[:, ::-1]
         # eigh is exact to about eps * ||G||; below that an eigenvalue is noise of either sign
         values[values <= len(values) * np.finfo(np.float64).eps * max(values[0], 0.0)] = 0.0
-        return cls(matrix, values, vectors, np.sqrt(values)[:, None] * vectors.T)
+        return cls(matrix, values, np.sqrt(values)[:, None] * vectors.T)
 
     @property
     def size(self) -> int:

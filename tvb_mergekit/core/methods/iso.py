@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.matrices import NULL, Noise, Triples, blocks, polar, top_triples
-from tvb_mergekit.core.registry import Level, Share, merge_method
+from tvb_mergekit.core.matrices import NULL, Noise, beside, blocks, blur, polar, top_triples
+from tvb_mergekit.core.registry import Fraction, Level, merge_method
 
 
 @merge_method(
     "basis_iso",
     title="Isotropic Merging on Task Vector Bases",
     paper="Marczak et al., ICML 2025, arXiv 2502.04959",
-    keys={"common": Share("share of the sum's directions", default=1.0)},
+    keys={"common": Fraction("share of the sum's directions", default=1.0)},
     # Iso-C sees the sum of the bases alone
     needs=lambda settings: Level.SUM if settings.common == 1 else Level.BASES,
 )
@@ -31,27 +33,28 @@ def isotropic(
     """
     count, most = len(bases), min(bases.shape[1:])
     rank, noise, total = rank or most, noise or [0.0] * count, bases.sum(0)
-    share = own_share(rank, count, common)
-    if not share:
+    each = of_each(rank, count, common)
+    if not each:
         # D = mean(S) U V^T for U S V^T = sum_m B_m, the mean over all r singular values
         direction, sizes = polar(total, sum(noise))
         return direction.mul_(sizes.sum() / rank)
-    top, share = min(rank - count * share, most), min(share, most)  # others are zeros
+    top, each = min(rank - count * each, most), min(each, most)  # others are zeros
     shared = top_triples(total, top, sum(noise))
-    floor, every = NULL * float(shared.sizes[:1].sum()), Triples.empty(bases, count * share + top)
-    every.put(count * share, shared)
-    for number, base in enumerate(bases):
-        # B_m - U U^T B_m, whose small singular values are compared with those of the sum
-        own = top_triples(outside(base, shared.left), share, max(floor, noise[number]))
-        every.put(number * share, own)
-    blur = shared.blur(sum(noise))
-    del shared  # nothing is held longer than it is needed
+    floor = NULL * float(shared.sizes[:1].sum())
+    # B_m - U U^T B_m, whose small singular values are compared with those of the sum
+    own = (
+        top_triples(outside(base, shared.left), each, max(floor, noisy))
+        for base, noisy in zip(bases, noise, strict=True)
+    )
+    every = beside(bases, chain(own, [shared]), count * each + top)
+    turned = blur(shared.sizes, sum(noise))
+    del shared, own  # nothing is held longer than it is needed
     # D = mean(S) P_U P_V^T: the polar factors of all U and of all V, side by side
-    left, right = polar(every.left, blur)[0], polar(every.right, blur)[0]
+    left, right = polar(every.left, turned)[0], polar(every.right, turned)[0]
     return left.mul_(every.sizes.sum() / rank) @ right.T
 
 
-def own_share(rank: int, count: int, common: float) -> int:
+def of_each(rank: int, count: int, common: float) -> int:
     """The directions of each B_m alone, in Iso-CTS."""
     return min(round((rank - int(rank * common)) / count), rank // count)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tvb_mergekit.core.matrices import Noise, Triples, polar, top_triples
+from tvb_mergekit.core.matrices import Noise, beside, blur, polar, top_triples
 from tvb_mergekit.core.registry import merge_method
 
 
@@ -19,11 +19,10 @@ def singular_vectors(bases: Tensor, *, noise: Noise = None, rank: int | None = N
     P_U and P_V are the polar factors of all U and of all V, side by side.
     """
     count, most = len(bases), min(bases.shape[1:])
-    noise, share = noise or [0.0] * count, min((rank or most) // count, most)
-    every, blur = Triples.empty(bases, count * share), 0.0
-    for number, base in enumerate(bases):
-        own = top_triples(base, share, noise[number])
-        every.put(number * share, own)
-        blur = max(blur, own.blur(noise[number]))
-    left = polar(every.left, blur)[0]
-    return left.mul_(every.sizes.float()) @ polar(every.right, blur)[0].T
+    noise, each = noise or [0.0] * count, min((rank or most) // count, most)
+    pairs = list(zip(bases, noise, strict=True))
+    every = beside(bases, (top_triples(base, each, noisy) for base, noisy in pairs), count * each)
+    sizes = every.sizes.unflatten(0, (count, each))
+    turned = max(blur(own, noisy) for own, (_, noisy) in zip(sizes, pairs, strict=True))
+    left = polar(every.left, turned)[0]
+    return left.mul_(every.sizes.float()) @ polar(every.right, turned)[0].T
