@@ -13,9 +13,9 @@ import os
 import pickle
 import re
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -68,7 +68,6 @@ class Checkpoint(Weights):
     tensors: dict[str, TensorInfo]
     _mapped: dict[str, object] = field(default_factory=dict, repr=False)
     _reading: dict[str, OwnFile] = field(default_factory=dict, repr=False)  # at most one file
-    _copy: tuple[str, Tensor] = field(default=("", torch.empty(0)), repr=False)
     _seen: dict[str, object] = field(default_factory=dict, repr=False)  # identities of the shards
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
@@ -82,12 +81,8 @@ class Checkpoint(Weights):
                 shard does not hold.
         """
         path = Path(path)
-        if path.is_file():
-            names: dict[str, list[str] | None] = {path.name: None}
-            folder = path.parent
-        else:
-            folder = path
-            names = _index(folder)
+        names = {path.name: None} if path.is_file() else _index(path)
+        folder = path.parent if path.is_file() else path
         tensors: dict[str, TensorInfo] = {}
         opened: dict[str, object] = {}
         seen = {shard: _identity(folder / shard) for shard in names}  # before anything is read
@@ -95,8 +90,9 @@ class Checkpoint(Weights):
             if shard.endswith(".safetensors"):
                 held = _read_safetensors_header(folder, shard)
             else:
-                opened[shard] = mapping = _map_pickle(folder / shard)
-                held = infos_of(mapping.items(), shard)
+                mapped = _map_pickle(folder / shard)
+                held = infos_of(mapped.items(), shard)  # finds tied tensors by their memory
+                opened[shard] = {name: value.contiguous() for name, value in mapped.items()}
             for name in held if own is None else own:
                 if name not in held:
                     raise UserError(
@@ -136,36 +132,21 @@ class Checkpoint(Weights):
         info = self.tensors[name]
         chunk = out[: stop - start]
         if info.offset is None:  # a PyTorch file
-            return chunk.copy_(self._flat(name)[start:stop])
-        file, place = self._file(info.shard), info.offset + start * info.dtype.itemsize
-        data, done = chunk.view(torch.uint8).numpy(), 0
-        while done < len(data):  # Linux reads 2 GB at most
-            count = _read_at(file, data[done:] if done else data, place + done)
-            if not count:
+            return chunk.copy_(self.tensor(name).view(-1)[start:stop])
+        with self._lock:  # the file closes when another one is open and no thread reads it
+            if info.shard not in self._reading:
+                self._check_unchanged(info.shard)
+                self._reading = {info.shard: OwnFile(os.fspath(self.folder / info.shard))}
+            file = self._reading[info.shard]
+        data, place = chunk.view(torch.uint8).numpy(), info.offset + start * info.dtype.itemsize
+        while len(data):  # threads share the file; Linux reads 2 GB at most
+            if not (count := os.preadv(file.fileno(), [data], place)):
                 raise UserError(
                     f"{self.folder / info.shard}: ends in tensor `{name}`; the file was changed "
                     "while it was read"
                 )
-            done += count
+            data, place = data[count:], place + count
         return chunk
-
-    def _flat(self, name: str) -> Tensor:
-        """A tensor of a PyTorch file, flattened. A copy of one that is stored in another order (by
-        columns, say) is kept until the next one is read."""
-        if (tensor := self.tensor(name)).is_contiguous():
-            return tensor.view(-1)
-        with self._lock:
-            if self._copy[0] != name:
-                self._copy = name, tensor.reshape(-1)
-            return self._copy[1]
-
-    def _file(self, shard: str) -> OwnFile:
-        """The open file, which closes when another one is open and no thread reads it."""
-        with self._lock:
-            if shard not in self._reading:
-                self._check_unchanged(shard)
-                self._reading = {shard: OwnFile(os.fspath(self.folder / shard))}
-            return self._reading[shard]
 
     def _check_unchanged(self, shard: str) -> None:
         """Raise UserError if a file is not the one whose header is known."""
@@ -229,21 +210,12 @@ class OwnFile(io.FileIO):
         self.close()
 
 
-def _read_at(file: OwnFile, data: Any, place: int) -> int:
-    """Fill `data` from byte `place` on; returns the number of bytes read."""
-    if hasattr(os, "preadv"):  # threads share the file
-        return os.preadv(file.fileno(), [data], place)
-    with open(file.name, "rb", buffering=0) as own:  # else they would share its position
-        own.seek(place)
-        return own.readinto(data)
-
-
 def _index(folder: Path) -> dict[str, list[str] | None]:
     """Shard -> tensors in it by the index; None: all tensors of the file."""
     for stem in _STEMS:
         index = folder / f"{stem}.index.json"
         if index.exists():
-            return dict(_read_index(index))
+            return _read_index(index)
         if (folder / stem).exists():
             return {stem: None}
     found = ", ".join(weight_files(folder)) or "no weight file"
@@ -253,19 +225,15 @@ def _index(folder: Path) -> dict[str, list[str] | None]:
     )
 
 
-def _read_index(index: Path) -> Iterator[tuple[str, list[str]]]:
+def _read_index(index: Path) -> dict[str, list[str] | None]:
+    shards: dict[str, Any] = {}
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards: dict[str, list[str]] = {}
-        for name, shard in weight_map.items():
+        for name, shard in json.loads(index.read_bytes())["weight_map"].items():
             shards.setdefault(str(PurePath(shard)), []).append(name)
-        if not shards:
-            raise ValueError("it lists no tensor")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{index}: not a shard index ({type(error).__name__}: {error}); download it again"
-        ) from error
-    for shard, names in sorted(shards.items()):
+        told = f"{index}: not a shard index ({one_line(error)}); download it again"
+        raise UserError(told) from error
+    for shard in shards:
         if PurePath(shard).is_absolute() or ".." in PurePath(shard).parts:
             raise UserError(
                 f"{index}: points outside its folder (`{shard}`); a shard must lie beside its "
@@ -273,18 +241,18 @@ def _read_index(index: Path) -> Iterator[tuple[str, list[str]]]:
             )
         if not (index.parent / shard).is_file():
             raise UserError(f"{index.parent}: shard {shard} is missing; download the model again")
-        yield shard, names
+    return dict(sorted(shards.items()))
 
 
 def _read_safetensors_header(folder: Path, shard: str) -> dict[str, TensorInfo]:
     path = folder / shard
+    try:
+        safetensors.safe_open(path, framework="pt")  # compares header and file size
+    except safetensors.SafetensorError as error:
+        raise UserError(
+            f"{path}: truncated, damaged or not a safetensors file ({error}); download it again"
+        ) from error
     with path.open("rb") as file:
-        try:
-            safetensors.safe_open(path, framework="pt")  # compares header and file size
-        except safetensors.SafetensorError as error:
-            raise UserError(
-                f"{path}: truncated, damaged or not a safetensors file ({error}); download it again"
-            ) from error
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
     header.pop("__metadata__", None)
@@ -298,14 +266,18 @@ def _read_safetensors_header(folder: Path, shard: str) -> dict[str, TensorInfo]:
 
 
 def _map_pickle(path: Path) -> dict[str, Tensor]:
-    """Map a PyTorch file without running code from it. Files older than PyTorch 1.6 are loaded."""
+    """Map a PyTorch file without running code from it.
+
+    Files older than PyTorch 1.6, and tensors that are stored by columns, are loaded.
+    """
+    load = partial(torch.load, path, map_location="cpu", weights_only=True)
     try:
         try:
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            loaded = load(mmap=True)
         except RuntimeError as error:
             if "mmap can only be used" not in str(error):
                 raise
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
+            loaded = load()
     except pickle.UnpicklingError as error:
         called = re.search(r"Unsupported (?:global|class).*?(\w[\w.]+\.\w+)", str(error))
         reason = f" (it calls {called[1]})" if called else ""
@@ -320,18 +292,12 @@ def _map_pickle(path: Path) -> dict[str, Tensor]:
         ) from error
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
-    if not isinstance(loaded, dict):
-        raise UserError(
-            f"{path}: holds a {type(loaded).__name__}, expected a dictionary of tensors"
-        )
-    found = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
-    if loaded and not found:
-        keys = listed([*map(str, loaded)], 4)
-        raise UserError(f"{path}: holds no tensors but {keys}; save the state dict alone")
+    held = loaded if isinstance(loaded, dict) else {}
+    found = {str(name): value for name, value in held.items() if isinstance(value, Tensor)}
+    if not found:
+        what = listed([*map(str, held)], 4) or f"a {type(loaded).__name__}"
+        raise UserError(f"{path}: holds no tensors but {what}; save the state dict alone")
     for name, value in found.items():
-        if not isinstance(name, str):
-            raise UserError(f"{path}: a tensor is named {name!r}: expected a text")
         if value.is_meta or value.layout != torch.strided:
-            kind = "without data" if value.is_meta else str(value.layout).removeprefix("torch.")
-            raise UserError(f"{path}: tensor `{name}` is {kind}: expected a dense tensor")
+            raise UserError(f"{path}: `{name}` is without data, or sparse; save it dense")
     return found
