@@ -25,7 +25,7 @@ if sys.platform == "win32":
 import processes
 from processes import KILL, Fault, Running, on_call
 
-from tvb_mergekit.tensors import passes
+from tvb_mergekit.tensors import ranks
 
 SINK = "tvb_mergekit.tensors.writing.FoldersSink"
 TASKS = ("math", "code", "safety")
@@ -35,7 +35,7 @@ Folders = tuple[Path, list[Path]]
 
 @given(st.lists(st.integers(0, 20), max_size=7), st.integers(1, 5))
 def test_shares_are_even_runs(sizes: list[int], count: int) -> None:
-    cut = passes.shares(sizes, count)
+    cut = ranks.even_runs(sizes, count)
     assert len(cut) == count
     assert [i for run in cut for i in range(len(sizes))[run]] == list(range(len(sizes)))
     largest = max(sum(sizes[run]) for run in cut)

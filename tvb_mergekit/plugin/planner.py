@@ -67,7 +67,7 @@ def _plan(document: Document, options: MergeOptions, zeros: Collection[str]) -> 
     recipe = document.recipe.over(loaders[document.recipe.base].checkpoint)
     task = planner._tokenizer_task
     # mergekit orders new tokens by a set, whose order differs between processes.
-    tokenizer = None if task is None else world.share(lambda: _tokenizer(task, recipe))
+    tokenizer = None if task is None else world.led(lambda: _tokenizer(task, recipe))
     held = {model: loader.checkpoint for model, loader in loaders.items()}
     configs = (model.config(trust_remote_code=options.trust_remote_code) for model in loaders)
     tied = all(getattr(config, "tie_word_embeddings", False) for config in configs)

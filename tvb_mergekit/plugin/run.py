@@ -41,7 +41,6 @@ from tvb_mergekit.tensors.output import (
     check_output_folder,
     warn_of_stale_parts,
 )
-from tvb_mergekit.tensors.passes import share_of
 from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards
 
 LOG = logging.getLogger(__name__)
@@ -198,7 +197,7 @@ def staged(out: str) -> Iterator[StagedFolder]:
     world = ranks.world()
     made = StagedFolder(out) if world.leads else None
     try:
-        stage = world.share(lambda: made)
+        stage = world.led(lambda: made)
         assert stage is not None
         yield stage
     finally:
@@ -211,7 +210,7 @@ def write_tensors(plan: Plan, folder: Path) -> None:
     items, world = plan.items(), ranks.world()
     limit = max(plan.options.out_shard_size or 0, 0) or sys.maxsize
     files = FolderWriter(folder, plan_shards(items, limit), {"format": "pt"})
-    plan.merge_into(FoldersSink([files]), items[share_of(items)])
+    plan.merge_into(FoldersSink([files]), items[ranks.part_of(items)])
     world.dismiss()
     files.finish()
 

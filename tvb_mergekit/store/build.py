@@ -84,11 +84,11 @@ def build_store(
             stack.callback(lock(out).release)
         world.agree([item.name for item in inputs.items])
         given = [name for name in inputs.fingerprints if os.path.exists(name)]
-        world.share(lambda: check_new_folder(out, given))
+        world.led(lambda: check_new_folder(out, given))
         writer = StoreWriter(out, next_to(out, "partial"))
         if world.leads:
             stack.callback(writer.discard)
-        world.share(writer.begin)
+        world.led(writer.begin)
         started = time.perf_counter()
         sums = sums_of(inputs, engine)
         summed = time.perf_counter()

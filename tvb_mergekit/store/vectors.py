@@ -36,7 +36,7 @@ from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.lossless import Draw, Keeping
 from tvb_mergekit.tensors.output import check_disk
-from tvb_mergekit.tensors.passes import combine_pass, share_of
+from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.source import StateDict
 from tvb_mergekit.tensors.stream import Item, Sink
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -214,7 +214,7 @@ def write_vectors(
     if not draws:
         plan = plan_shards(items, limit)
         dense = [FolderWriter(f, plan, {"format": "pt", MARKER: f.name}) for f in folders]
-        _combine(items[share_of(items)], matrix, FoldersSink(dense), engine)
+        _combine(items[ranks.part_of(items)], matrix, FoldersSink(dense), engine)
         writers += dense
     elif world.leads:  # blocks are appended in order
         keeping = Keeping(folders, items, draws, limit)
@@ -231,7 +231,7 @@ def write_vectors(
             files |= copy_config(config, writer.folder, index, tokenizer=not draws)
         return files
 
-    return world.share(finish), world.share(lambda: measured)
+    return world.led(finish), world.led(lambda: measured)
 
 
 def in_memory(

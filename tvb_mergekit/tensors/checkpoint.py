@@ -138,7 +138,8 @@ class Checkpoint(Weights):
                 self._check_unchanged(info.shard)
                 self._reading = {info.shard: OwnFile(os.fspath(self.folder / info.shard))}
             file = self._reading[info.shard]
-        data, place = chunk.view(torch.uint8).numpy(), info.offset + start * info.dtype.itemsize
+        data: Any = chunk.view(torch.uint8).numpy()
+        place = info.offset + start * info.dtype.itemsize
         while len(data):  # threads share the file; Linux reads 2 GB at most
             if not (count := os.preadv(file.fileno(), [data], place)):
                 raise UserError(

@@ -30,7 +30,6 @@ from tvb_mergekit.tensors.passes import (
     combine_pass,
     count_pass,
     gram_pass,
-    share_of,
 )
 from tvb_mergekit.tensors.stream import Item, Sink
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -68,7 +67,7 @@ def encoded_by(tasks: TaskSet, sums: GramSums) -> Basis:
     """The basis of a task set with these unweighted sums; see `core.basis.build`."""
     started = time.perf_counter()
     # Solvers differ in the last bits between machines.
-    basis = ranks.world().share(lambda: build(tasks.settings, tasks.tasks, tasks.weights, sums))
+    basis = ranks.world().led(lambda: build(tasks.settings, tasks.tasks, tasks.weights, sums))
     basis.seconds = {"encode": time.perf_counter() - started}
     return basis
 
@@ -116,7 +115,7 @@ def count_if_needed(
     if not basis.trims:
         return
     started = time.perf_counter()
-    counted = count_pass(basis.weighted_encoder, items[share_of(items)], engine, sums)
+    counted = count_pass(basis.weighted_encoder, items[ranks.part_of(items)], engine, sums)
     ranks.world().add_up(counted.counts)
     counted.counts[:, 0] += zeros  # the bin of zero
     basis.histogram = counted

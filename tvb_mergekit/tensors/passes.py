@@ -1,24 +1,21 @@
 """One loop for every pass over the models: a few threads read pieces of tensors, and compute.
 
-A thread has memory and open files of its own. A piece has a known place in the output. So pieces
-are read, computed and written in any order. Sums are added in the order of the pieces, whose length
-does not depend on the threads: any number of them gives the same bits.
+A thread has memory of its own. A piece has a known place in the output. So pieces are read,
+computed and written in any order. Sums are added in the order of the pieces, whose length does not
+depend on the threads: any number of them gives the same bits.
 
-`gram_pass` sums inner products, `count_pass` counts magnitudes for Trim, and `combine_pass`
-computes bases, merged and exported models. Memory is PIECE float32 numbers for each thread, and
-four times as many bytes pinned for a GPU; more only if blocks of very many vectors are decoded
-(`grain`), or a tensor is loaded complete (`Item.load`).
+Memory is PIECE float32 numbers for each thread, and four times as many bytes pinned for a GPU; more
+only if blocks of very many vectors are decoded (`grain`), or a tensor is loaded complete.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import accumulate, cycle, pairwise
+from itertools import cycle
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -65,7 +62,7 @@ class Reader:
         Both are float32 on the device.
         """
         item = piece.item
-        base, *task_vectors = rows = self._values[: 1 + len(item.inputs), : piece.numel]
+        base, *others = rows = self._values[: 1 + len(item.inputs), : piece.numel]
         memory, number = next(self._buffers)
         if (event := self._copied[number]) is not None:
             event.synchronize()
@@ -74,7 +71,7 @@ class Reader:
         else:
             self._widen(item.base, piece, memory[0], base)
         weights = [part.holds == "weight" for part in item.inputs]
-        for place, (part, row) in enumerate(zip(item.inputs, task_vectors, strict=True), 1):
+        for place, (part, row) in enumerate(zip(item.inputs, others, strict=True), 1):
             self._widen(part, piece, memory[place % len(memory)], row)
             if weights[place - 1] and not all(weights):
                 row.sub_(base)
@@ -166,9 +163,7 @@ class RunningSums:
 
     Each tensor is summed on its own, and the tensors' sums in order, also over several processes.
 
-    Args:
-        tasks: names of the inputs, for messages.
-        inner: sum the inner products of different task vectors as well.
+    `tasks` are the names of the inputs, for messages.
     """
 
     def __init__(self, tasks: Sequence[str], inner: bool = True) -> None:
@@ -182,11 +177,7 @@ class RunningSums:
         return own, squares(base[None])[0]
 
     def add(self, piece: Piece, found: tuple[Tensor, Tensor] | None) -> None:
-        """Add what `of` found in the next piece.
-
-        Raises:
-            UserError: NaN or infinity in an input.
-        """
+        """Add what `of` found in the next piece. Raise UserError if an input is not finite."""
         item = piece.item
         if found is None or item.counted_as not in (None, item.name):  # a tensor's second name
             return
@@ -209,22 +200,16 @@ class RunningSums:
 
 
 def gram_pass(items: Sequence[Item], tasks: Sequence[str], engine: Engine = Engine()) -> GramSums:
-    """G [T, T] of the inputs of all items, float64.
-
-    Args:
-        items: the tensors that count.
-        tasks: names of the inputs, for messages.
+    """G [T, T] of the inputs of all items, float64; `tasks` are their names, for messages.
 
     Raises:
         UserError: no tensor counts; NaN or infinity in an input.
     """
-    if not any(item.numel for item in items):
+    mine, sums = [item for item in items if item.numel], RunningSums(tasks)
+    if not mine:
         raise UserError(NO_TENSOR)
-    sums = RunningSums(tasks)
-    mine = [item for item in items if item.numel]
-    for piece, found in run(
-        mine[share_of(mine)], lambda p, r: sums.of(*r.task_vectors(p)), engine, "Gram matrix"
-    ):
+    mine = mine[ranks.part_of(mine)]
+    for piece, found in run(mine, lambda p, r: sums.of(*r.task_vectors(p)), engine, "Gram matrix"):
         sums.add(piece, found)
     return sums.total()
 
@@ -235,11 +220,7 @@ def count_pass(
     engine: Engine = Engine(),
     sums: RunningSums | None = None,
 ) -> Histogram:
-    """The magnitudes of the bases B = T @ encoder in all items.
-
-    Args:
-        sums: of the Gram matrix, by the same pass.
-    """
+    """The magnitudes of the bases B = T @ encoder in all items; `sums` of the same pass."""
     count = encoder.shape[1]
     weights = encoder.T.to(engine.device, torch.float32)
     most = max(1, min(THREADS, TABLES // table_bytes(count)))
@@ -284,23 +265,21 @@ def combine_pass(
     Task vectors are formed and combined in float32, and cast once to `item.out`.
 
     Args:
-        steps: item -> step, all with the same number of outputs; an item without a step stays the
-            base's.
-        title: of the progress bar.
+        steps: item -> step, all with the same number of outputs. An item without a step stays the
+            base's: one output, for all.
         sums: of the task vectors, by the same pass; every input counts.
 
     Raises:
         UserError: an output overflows its dtype or is not finite.
     """
-    every = list(steps.values())
-    outputs, extra = (every[0].count, max(s.rows for s in every)) if every else (1, 1)
+    extra = max((step.rows for step in steps.values()), default=1)
     on_device = functools.cache(lambda step: step.on(engine.device))
     items = [item if item.name in steps else alone_of(item) for item in items]
 
     def work(piece: Piece, reader: Reader) -> tuple[Tensor, Tensor] | None:
         item, found = piece.item, None
         if (step := steps.get(item.name)) is None:
-            values = _cast_base(item, reader.stored(item.parts[0], piece)).expand(outputs, -1)
+            values = _cast_base(item, reader.stored(item.parts[0], piece))[None]
         else:
             base, tau = reader.task_vectors(piece)
             if sums is not None and item.counted_as in (None, item.name):
@@ -326,16 +305,11 @@ def alone_of(item: Item) -> Item:
 
 
 def _cast_base(item: Item, stored: Tensor) -> Tensor:
-    """A piece of the base in the output's dtype.
-
-    Raises:
-        UserError: a finite value overflows.
-    """
-    if stored.dtype == item.out:
-        return stored
+    """A piece of the base in the output's dtype. Raise UserError if a finite value overflows."""
     cast = stored.to(item.out)
-    if cast.is_floating_point() and not (torch.isfinite(cast) | torch.isinf(stored.float())).all():
-        check_output(item.name, cast, item.out)
+    if cast is not stored and cast.is_floating_point():
+        if not (torch.isfinite(cast) | torch.isinf(stored.float())).all():
+            check_output(item.name, cast, item.out)
     return cast
 
 
@@ -344,24 +318,3 @@ def _not_finite(item: Item, sums: RunningSums | None) -> str:
     base = torch.zeros(1, device="cpu") if item.base is None else item.whole(item.base)
     names = [f"number {n}" for n in range(1, 1 + len(item.inputs))] if sums is None else sums.tasks
     return not_finite(item.name, base, map(item.whole, item.inputs), names)
-
-
-def share_of(items: Sequence[Item]) -> slice:
-    """The items that this process reads, balanced by bytes."""
-    world = ranks.world()
-    world.agree([[item.name, list(item.shape), item.nbytes] for item in items])
-    return shares([item.nbytes for item in items], world.size)[world.rank]
-
-
-def shares(sizes: Sequence[int], count: int) -> list[slice]:
-    """Cut a list into `count` runs, some perhaps empty.
-
-    The middle of an item decides its run, so that no run exceeds its share by more than one item.
-    """
-    total = max(1, sum(sizes))
-    ends = accumulate(sizes)
-    owners = [
-        (2 * end - nbytes) * count // (2 * total) for nbytes, end in zip(sizes, ends, strict=True)
-    ]
-    starts = [bisect_left(owners, rank) for rank in range(1, count)]
-    return [slice(start, stop) for start, stop in pairwise([0, *starts, len(sizes)])]

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tvb_mergekit.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from tvb_mergekit.tensors.stream import Item
 
 Value = TypeVar("Value")
 PATIENCE = timedelta(days=1)  # for one that downloads or reads models; a dead one is seen at once
@@ -66,7 +70,7 @@ class World:
                 f"rank {self.rank}: another process ended: its message or the launcher says why"
             ) from error
 
-    def share(self, make: Callable[[], Value]) -> Value:
+    def led(self, make: Callable[[], Value]) -> Value:
         """The result of `make` in rank 0."""
         made = [make() if self.leads else None]
         self._meet(lambda dist: dist.broadcast_object_list(made, src=0))
@@ -75,7 +79,7 @@ class World:
     def first(self, act: Callable[[], Value]) -> Value:
         """The result of `act`, which rank 0 calls first: to download models, to refuse."""
         done = [act()] if self.leads else []
-        self.share(lambda: None)
+        self.led(lambda: None)
         return done[0] if done else act()
 
     def collect(self, value: Value) -> list[Value]:
@@ -126,3 +130,22 @@ def joined() -> Iterator[World]:
     finally:
         _current.reset(token)
         dist.destroy_process_group()
+
+
+def part_of(items: Sequence[Item]) -> slice:
+    """The items that this process reads, balanced by bytes."""
+    found = world()
+    found.agree([[item.name, list(item.shape), item.nbytes] for item in items])
+    return even_runs([item.nbytes for item in items], found.size)[found.rank]
+
+
+def even_runs(sizes: Sequence[int], count: int) -> list[slice]:
+    """Cut a list into `count` runs, some perhaps empty.
+
+    The middle of an item decides its run, so that no run exceeds its part by more than one item.
+    """
+    total = max(1, sum(sizes))
+    middles = (2 * end - size for size, end in zip(sizes, accumulate(sizes), strict=True))
+    owners = [middle * count // (2 * total) for middle in middles]
+    starts = [bisect_left(owners, rank) for rank in range(1, count)]
+    return [slice(start, stop) for start, stop in pairwise([0, *starts, len(sizes)])]

@@ -93,7 +93,7 @@ class FolderWriter:
                 with path.open("wb") as file:
                     file.write(header)
                     file.truncate(place)
-        ranks.world().share(lambda: None)
+        ranks.world().led(lambda: None)
 
     def write(self, item: Item, start: int, values: Tensor) -> None:
         """Write elements of a tensor, from `start` on, at their place; in any thread."""
@@ -187,7 +187,7 @@ class FoldersSink:
         self._writers = writers
 
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
-        for writer, row in zip(self._writers, values, strict=True):
+        for writer, row in zip(self._writers, values.expand(len(self._writers), -1), strict=True):
             writer.write(item, start, row)
 
 
@@ -201,7 +201,7 @@ class MemorySink:
         ]
 
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
-        for state, row in zip(self.states, values, strict=True):
+        for state, row in zip(self.states, values.expand(len(self.states), -1), strict=True):
             state[item.name].view(-1)[start:stop] = row
 
 
