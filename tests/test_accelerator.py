@@ -36,7 +36,7 @@ from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.gram import SUMMED
 from tvb_mergekit.core.learned import FisherMean, Stitch, regression_mean
 from tvb_mergekit.core.settings import resolve_settings
-from tvb_mergekit.store import loaded
+from tvb_mergekit.store import attach as attaching
 from tvb_mergekit.store.api import base_of
 from tvb_mergekit.store.export import items_of
 from tvb_mergekit.tensors import passes, stream
@@ -339,7 +339,7 @@ def test_live(stored: tuple[Path, Bases], device: Device, monkeypatch: pytest.Mo
         model = nn.ParameterDict({name: base.tensor(name).clone() for name in SHAPES})
         model["other"].data = model["other"].data.T.contiguous().T  # other strides
         model = model.to(on)
-        monkeypatch.setattr(loaded, "Tensor", Hidden if on == CUDA else Tensor)
+        monkeypatch.setattr(attaching, "Tensor", Hidden if on == CUDA else Tensor)
         counts = []
         device.counts.clear()
         attached = attach(model, store, path)

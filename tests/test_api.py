@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from worlds import World
 
 import tvb_mergekit as tvb
-from tvb_mergekit.store import api, attaching
+from tvb_mergekit.store import api
+from tvb_mergekit.store import attach as attaching
 
 State = dict[str, Tensor]
 
@@ -134,8 +135,6 @@ def test_whatever_is_given_is_taken_or_refused(tmp_path, monkeypatch):
     models = {n: {"weight": torch.eye(4)[i].repeat(4, 1)} for i, n in enumerate("abc")}
     bases = tvb.build(base, models, basis="none")
     tvb.build(base, models, "store", basis="none")
-    model = nn.Linear(4, 4, bias=False)
-    model.load_state_dict(base)
     one: dict[str, Any] = {"weight": 1.0, "dtype": torch.float32, "device": "cpu"}
     functions: dict[str, dict[str, Any]] = {
         "build": {"base": base, "models": models, "out": None, "weights": None, **one},
@@ -147,7 +146,6 @@ def test_whatever_is_given_is_taken_or_refused(tmp_path, monkeypatch):
         "reconstruct": {"bases": bases, "base": base, "task": "a", "dtype": None},
         "merge": {"bases": bases, "base": base, "method": "basis_ta", "dtype": None,
                   "device": torch.device("cpu")},
-        "attach": {"model": model, "store": bases, "base": base},
     }  # fmt: skip
     functions["build"] |= {"lossless": False, "keep": None}
     functions["build"].pop("weight")
@@ -181,7 +179,7 @@ def test_whatever_is_given_is_taken_or_refused(tmp_path, monkeypatch):
         ("add", "budget"): [None, 3],
         ("add", "compress"): [None],
         ("add", "weight"): [3, 2.5],
-        **{key: [place] for key in (("load", "path"), ("undo", "path"), ("attach", "store"))},
+        **{key: [place] for key in (("load", "path"), ("undo", "path"))},
     }
 
 

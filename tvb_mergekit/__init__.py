@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tvb_mergekit.errors import UserError
     from tvb_mergekit.store.api import add, build, load, merge, reconstruct, remove, undo
-    from tvb_mergekit.store.attaching import attach
+    from tvb_mergekit.store.attach import attach
     from tvb_mergekit.store.store import Bases
 
 __version__ = "0.1.0"
@@ -29,7 +29,7 @@ __all__ = [
     "undo",
 ]
 
-_HOME = {"Bases": "store.store", "UserError": "errors", "attach": "store.attaching"}
+_HOME = {"Bases": "store.store", "UserError": "errors", "attach": "store.attach"}
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,7 @@ from tvb_mergekit.learn.statistics import input_dimension, linear_layers
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.sources import Source
 from tvb_mergekit.store.api import base_of
-from tvb_mergekit.store.live import Live
+from tvb_mergekit.store.attach import Live
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN
 from tvb_mergekit.tensors.passes import combine_pass

@@ -21,7 +21,7 @@ from tvb_mergekit.learn.gradients import GradientMethod
 from tvb_mergekit.learn.models import bases_of
 from tvb_mergekit.learn.work import Request, save
 from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.store.live import LiveSink
+from tvb_mergekit.store.attach import LiveSink
 from tvb_mergekit.store.routing import ROUTERS, Routed, routed_parameters, router_of
 from tvb_mergekit.tensors.merging import merge_items
 from tvb_mergekit.tensors.stream import Item, Sink

@@ -18,7 +18,7 @@ from torch import Tensor
 from tvb_mergekit.core.merge import check_output
 from tvb_mergekit.errors import UserError, listed, megabytes
 from tvb_mergekit.progress import bars
-from tvb_mergekit.store.loaded import live_tensors
+from tvb_mergekit.store.attach import live_tensors
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 from lm_eval.models.huggingface import HFLM
 
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.store.attaching import attach
+from tvb_mergekit.store.attach import attach
 from tvb_mergekit.store.routing import Routed
 
 
