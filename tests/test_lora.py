@@ -466,7 +466,7 @@ WRONG: list[tuple[Any, dict[str, Any] | None, str]] = [  # text as it is; None: 
     ({}, {f"{Q}.bias": torch.ones(32)}, r"q_proj.bias` fits no tensor of the base"),
     ({}, {"base_model.model.lm_head.weight": torch.ones(97, 32)}, r"lm_head.* is \[97, 32\]"),
     ({}, {B: torch.ones(33, 4)}, r"q_proj` is \[33, 32\], in the base \[32, 32\]; take the base"),
-    ({}, {A: torch.ones(3, 32)}, "lora_A of rank 3 and .* rank 4, expected 4"),
+    ({}, {A: torch.ones(3, 32)}, "lora_A of rank 3 and .* rank 4, expected 4 from"),
     ({"r": 5}, {}, "lora_A of rank 4 and lora_B of rank 4, expected 5 from adapter_config.json"),
     ({}, {A: torch.full((4, 32), torch.nan)}, "holds 128 NaN and 0 infinite"),
     ({}, {A: torch.ones(0)}, r"is \[0\] torch.float32, expected a matrix .*"),

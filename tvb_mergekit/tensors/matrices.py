@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,11 +18,10 @@ from tvb_mergekit.names import TRANSPOSED
 from tvb_mergekit.progress import silent
 from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import RunningSums, combine_pass
-from tvb_mergekit.tensors.source import StateDict, Weights
+from tvb_mergekit.tensors.source import Weights
 from tvb_mergekit.tensors.stream import Item, Part, Sink
 from tvb_mergekit.tensors.writing import Stacked
 
-LOG = logging.getLogger(__name__)
 FAR = 3  # a merge this many times as long as its bases together gets a warning
 
 
@@ -46,16 +43,12 @@ def count_matrices(settings: Settings, item: Item, bases: int) -> int:
 
 def check_matrices(settings: Settings, items: Sequence[Item]) -> None:
     """Raise UserError if `matrices` does not match the name of a matrix."""
-    if settings.matrices is not None:
-        if not any(settings.is_matrix(item.name, item.shape) for item in items):
-            raise UserError(
-                f"`matrices` is {settings.matrices!r}: it is found in the name of no tensor of two "
-                "or three dimensions that takes part; leave it out, or mend it"
-            )
-
-
-def _is_sampled(item: Item) -> bool:
-    return any(part.share < 1 for part in item.inputs)
+    if settings.matrices is None or any(settings.is_matrix(i.name, i.shape) for i in items):
+        return
+    raise UserError(
+        f"`matrices` is {settings.matrices!r}: it is found in the name of no tensor of two "
+        "or three dimensions that takes part; leave it out, or mend it"
+    )
 
 
 class Joined:
@@ -75,18 +68,13 @@ class Joined:
 
 def slice_of(item: Item, first: int, shape: tuple[int, ...]) -> Item:
     """An item of this shape from element `first` on."""
+
+    def moved(part: Part) -> Part:
+        return replace(part, read=lambda a, b, buffer: part.read(first + a, first + b, buffer))
+
     item = item.loaded()  # else a pass would load the complete tensor in place of the slice
-    base = None if item.base is None else _moved(item.base, first)
-    return replace(
-        item, shape=shape, base=base, inputs=tuple(_moved(p, first) for p in item.inputs)
-    )
-
-
-def _moved(part: Part, first: int) -> Part:
-    def read(start: int, stop: int, buffer: Tensor) -> Tensor:
-        return part.read(first + start, first + stop, buffer)
-
-    return replace(part, read=read)
+    base = None if item.base is None else moved(item.base)
+    return replace(item, shape=shape, base=base, inputs=tuple(map(moved, item.inputs)))
 
 
 def merge_matrices(
@@ -99,7 +87,7 @@ def merge_matrices(
     sums: RunningSums | None = None,
 ) -> Iterator[bool]:
     """Merge each matrix of a tensor in two or three dimensions; results as of `merge_one`."""
-    encoder = merged_encoder(basis)
+    encoder, settings = merged_encoder(basis), basis.settings
     rows, columns = item.shape[-2:]
     starts = range(0, max(1, item.numel), max(1, rows * columns))  # one if it is empty
     for number, first in enumerate(starts):
@@ -107,11 +95,16 @@ def merge_matrices(
         within = Joined(sink, {item.name: (item, first)})
         updates = item.updates(number) if item.factored else []
         if updates and sum(each.rank for each in updates) < min(rows, columns):
-            merged, together = _by_cores(basis.settings, matrix, encoder, updates)
-            yield _add(matrix, merged, together, within, engine, scale, add_base)
-            continue
-        merging = partial(_merged, basis.settings, matrix, encoder)
-        yield merge_one(matrix, encoder, merging, within, engine, scale, add_base, sums)
+            left, cores, right = cores_of(updates)
+            bases = _combined(cores, encoder)
+            core = by_inputs(settings, matrix, bases).double()
+            merged = (left @ core).float() @ right.T.float()
+            yield _write(matrix, merged, bases, within, engine, scale, add_base)
+        else:
+            bases = stacked_bases(matrix, encoder, engine, sums)
+            noise, drawn = input_noise(matrix, bases), _drawn(matrix, encoder)
+            merged = by_inputs(settings, matrix, bases, noise, drawn)
+            yield _write(matrix, merged, bases, within, engine, scale, add_base)
 
 
 def merged_encoder(basis: Combination) -> Tensor:
@@ -120,16 +113,7 @@ def merged_encoder(basis: Combination) -> Tensor:
     return encoder.sum(1, keepdim=True) if basis.settings.sum_alone else encoder
 
 
-def _merged(settings: Settings, matrix: Item, encoder: Tensor, bases: Tensor) -> Tensor:
-    shares = None
-    if _is_sampled(matrix):
-        squares = encoder.square()
-        each = torch.tensor([part.share for part in matrix.inputs], dtype=torch.float64)
-        shares = (each @ squares / squares.sum(0)).nan_to_num(1.0).tolist()  # 1 of a zero basis
-    return _by_inputs(settings, matrix, bases, input_noise(matrix, bases), shares)
-
-
-def _by_inputs(
+def by_inputs(
     settings: Settings,
     item: Item,
     bases: Tensor,
@@ -145,7 +129,8 @@ def _by_inputs(
     # `rank` is that of the whole matrix: bases P B_m Q^T are merged as B_m, P and Q orthonormal
     known = {"noise": noise, "shares": shares, "rank": min(item.shape[-2:])}
     turned = settings.is_transposed(item.name)
-    merged: Tensor = METHODS[settings.method](settings, bases.mT if turned else bases, **known)
+    with torch.no_grad():
+        merged: Tensor = METHODS[settings.method](settings, bases.mT if turned else bases, **known)
     return merged.T if turned else merged
 
 
@@ -165,7 +150,7 @@ def merged_factors(basis: Combination, item: Item) -> Factors:
     left, cores, right = cores_of(item.updates())
     if count_matrices(basis.settings, item, basis.num_bases):
         bases = _combined(cores, merged_encoder(basis))
-        core = _by_inputs(basis.settings, item, bases) * (values.lambda_ * basis.scale)
+        core = by_inputs(basis.settings, item, bases) * (values.lambda_ * basis.scale)
     else:
         terms = [scale * w for scale, w in basis.terms(values)]
         core = _combined(cores, torch.stack(terms).sum(0)[:, None])[0]
@@ -181,83 +166,72 @@ def _combined(cores: Tensor, encoder: Tensor) -> Tensor:
     return torch.einsum("tpq,tm->mpq", cores, encoder).float()
 
 
-def _by_cores(
-    settings: Settings, item: Item, encoder: Tensor, updates: Sequence[Factors]
-) -> tuple[Tensor, float]:
-    """D [m, n] of a matrix, and the length of all bases together, by the cores of its updates."""
-    left, cores, right = cores_of(updates)
-    bases = _combined(cores, encoder)
-    core = _by_inputs(settings, item, bases).double()
-    return (left @ core).float() @ right.T.float(), _length(bases)
-
-
-def _length(bases: Tensor) -> float:
-    return sum(float(torch.linalg.vector_norm(base)) for base in bases)
-
-
 def input_noise(matrix: Item, bases: Tensor) -> list[float] | None:
     """The noise of each basis [m, n] if the inputs are differences that were rounded to 16 bits."""
-    stored = [part.dtype for part in matrix.inputs if part.holds == "delta"]
-    for dtype in stored:
-        if dtype in (torch.bfloat16, torch.float16):
-            return [rounding_noise(base, dtype) for base in bases]
+    for part in matrix.inputs:
+        if part.holds == "delta" and part.dtype in (torch.bfloat16, torch.float16):
+            return [rounding_noise(base, part.dtype) for base in bases]
     return None
 
 
+def _drawn(matrix: Item, encoder: Tensor) -> list[float] | None:
+    """The share of the entries that each basis has of random samples, [M]; None if of all."""
+    shares = torch.tensor([part.share for part in matrix.inputs], dtype=torch.float64)
+    if shares.eq(1).all():
+        return None
+    squares = encoder.square()
+    found: list[float] = (shares @ squares / squares.sum(0)).nan_to_num(1.0).tolist()
+    return found  # 1 of a zero basis
+
+
 def merge_one(
-    matrix: Item,
-    encoder: Tensor,
-    merging: Callable[[Tensor], Tensor],
-    sink: Sink,
-    engine: Engine,
-    scale: float = 1.0,
-    add_base: bool = True,
-    sums: RunningSums | None = None,
+    matrix: Item, encoder: Tensor, merging: Callable[[Tensor], Tensor], sink: Sink, engine: Engine
 ) -> bool:
-    """Write theta_0 (or 0) + scale * D of one matrix [m, n].
+    """Write theta_0 + D of one matrix [m, n].
 
     Args:
         encoder: of the bases, from the inputs of `matrix`, [N, M].
         merging: the bases [M, m, n] -> D [m, n], float32.
-        sums: of the inputs.
 
     Returns:
         Whether D is more than FAR times as long as all bases together.
     """
-    engine, matrix = replace(engine, progress=silent), matrix.loaded()
-    stacked = stacked_bases(matrix, encoder, engine, sums)
+    matrix = matrix.loaded()
+    bases = stacked_bases(matrix, encoder, engine)
     with torch.no_grad():
-        together, merged = _length(stacked), merging(stacked).to("cpu")
-    del stacked
-    return _add(matrix, merged, together, sink, engine, scale, add_base)
+        merged = merging(bases)
+    return _write(matrix, merged, bases, sink, engine)
 
 
-def _add(
+def _write(
     matrix: Item,
     merged: Tensor,
-    together: float,
+    bases: Tensor,
     sink: Sink,
     engine: Engine,
-    scale: float,
-    add_base: bool,
+    scale: float = 1.0,
+    add_base: bool = True,
 ) -> bool:
     """Write theta_0 (or 0) + scale * D; as `merge_one`."""
-    direction = Part.of(StateDict({matrix.name: merged.reshape(-1)}), matrix.name, "delta")
+    together = sum(float(torch.linalg.vector_norm(base)) for base in bases)
+    merged = merged.to("cpu")
+    direction = replace(Part.in_memory(merged), holds="delta")
     step = Linear([[(scale, torch.ones(1, dtype=torch.float64))]], add_base)
-    combine_pass([replace(matrix, inputs=(direction,))], {matrix.name: step}, sink, engine)
+    quiet = replace(engine, progress=silent)
+    combine_pass([replace(matrix, inputs=(direction,))], {matrix.name: step}, sink, quiet)
     return float(torch.linalg.vector_norm(merged)) > FAR * together
 
 
 def stacked_bases(
     item: Item, encoder: Tensor, engine: Engine, sums: RunningSums | None = None
 ) -> Tensor:
-    """The bases of one tensor from its inputs, [M, *shape] float32 on the first device.
+    """The bases [M, *shape] of one tensor from its inputs, float32 on the device.
 
     Args:
         encoder: [N, M].
         sums: of the inputs.
     """
     plain, count = replace(item, out=torch.float32), encoder.shape[1]
-    bases = Stacked([plain], count)
-    combine_pass([plain], {item.name: Linear.of(encoder)}, bases, engine, sums=sums)
+    bases, quiet = Stacked([plain], count), replace(engine, progress=silent)
+    combine_pass([plain], {item.name: Linear.of(encoder)}, bases, quiet, sums=sums)
     return bases.held.pop(item.name).view(count, *item.shape).to(engine.device)

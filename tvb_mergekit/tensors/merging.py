@@ -10,13 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from tvb_mergekit.core.basis import (
-    Basis,
-    Combination,
-    before_gram,
-    build,
-    check_not_zero,
-)
+from tvb_mergekit.core.basis import Basis, Combination, before_gram, build, check_not_zero
 from tvb_mergekit.core.gram import NO_TENSOR, GramSums
 from tvb_mergekit.core.lora import Factors, factor_gram
 from tvb_mergekit.errors import UserError, listed
@@ -48,9 +42,9 @@ def build_basis(tasks: TaskSet, engine: Engine = Engine(), *, inner: bool = Fals
     Raises:
         UserError: no tensor counts, NaN or infinity, a zero task vector.
     """
-    started, sums = time.perf_counter(), tasks.sums
+    started = time.perf_counter()
     basis = before_gram(tasks.settings, tasks.tasks, tasks.weights)
-    free = sums is not None or any(item.factored for item in tasks.items)
+    free = tasks.sums is not None or any(item.factored for item in tasks.items)
     if free or basis is None or (inner and not basis.trims):
         basis = encoded_by(tasks, sums_of(tasks, engine))
         basis.seconds["gram"] = time.perf_counter() - started - basis.seconds["encode"]
@@ -150,7 +144,6 @@ def merge_items(
     waits = isinstance(basis, Basis) and basis.waits and (moving or ranks.world().size > 1)
     sums = RunningSums(basis.tasks, inner=False) if waits else None
     matrices = {i.name: count_matrices(settings, i, basis.num_bases) for i in moving}
-    update = silent("", 0)
     if total := sum(matrices.values()):  # they take nearly all of the time
         update = engine.progress("Merged model", total, "matrix")
         engine = replace(engine, progress=silent)
@@ -159,20 +152,17 @@ def merge_items(
         engine = engine.under(update)
     step_of = functools.lru_cache(partial(basis.step, add_base=add_base))  # most are alike
 
-    pending = 0  # a merged matrix that the bar does not count yet: it ends with the last tensor
-    far = list[str]()
+    pending, far = 0, list[str]()  # the bar ends with the last tensor, and not the last matrix
     for name, group in itertools.groupby(items, lambda i: i.name if matrices.get(i.name) else None):
         some = list(group)
         if name is None:
             steps = {each.name: step_of(each.tunables, alone) for each in some if each.tunables}
             combine_pass(some, steps, sink, engine, sums=sums)
             continue
-        item, tunables = some[0], some[0].tunables
+        item, tunables = some[0].loaded(), some[0].tunables
         assert tunables is not None
-        scale = 1.0 if alone else tunables.lambda_ * basis.scale
-        for is_far in merge_matrices(
-            basis, item.loaded(), scale, sink, add_base and not alone, engine, sums
-        ):
+        scale, added = (1.0 if alone else tunables.lambda_ * basis.scale), add_base and not alone
+        for is_far in merge_matrices(basis, item, scale, sink, added, engine, sums):
             update(pending)
             pending = 1
             far += [item.name] * is_far
@@ -181,9 +171,8 @@ def merge_items(
     if sums is not None and isinstance(basis, Basis):
         basis.sums = check_not_zero(sums.total(), basis.tasks).scaled(basis.weights)
     if far:
-        LOG.warning(
+        told = (
             "%s merges to far more than its bases together: %s; give it a shorter `flow_time` or "
-            "a small lambda",
-            settings.method,
-            listed(far),
+            "a small lambda"
         )
+        LOG.warning(told, settings.method, listed(far))

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from tvb_mergekit.core.gram import AT_ONCE, count_not_finite
 from tvb_mergekit.core.lora import Factors
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, one_line
 from tvb_mergekit.names import OUTPUT_EMBEDDING, SPEAKING, has_experts_in_out, tied_uses
 from tvb_mergekit.tensors.adapter import CONFIG, PICKLED, PREFIX, WEIGHTS, Adapter, Target
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.source import TensorInfo, Weights
+from tvb_mergekit.tensors.source import TensorInfo
 
 MERGE_FIRST = "merge it with PEFT: merge_and_unload(), save_pretrained(FOLDER), and list FOLDER"
 
@@ -36,7 +36,6 @@ _NOT_PLAIN = (
 ).split()
 # All others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA, MiCA) change the base when PEFT loads them.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
-
 _SAVED = re.compile(r"\.modules_to_save(\.default)?(?=\.)|\.base_layer(?=\.)")
 
 
@@ -70,10 +69,13 @@ class _Reader:
 
     def adapter(self) -> Adapter:
         self.config = self._read_config()
-        if self.under is not self.base and _shapes(self.under) != _shapes(self.base):
-            raise self._error(
-                f"{self.under.folder} has other tensors than the base {self.base.folder}; "
-                f"{MERGE_FIRST}"
+        one, other = (
+            {name: info.shape for name, info in each.tensors.items()}
+            for each in (self.under, self.base)
+        )
+        if one != other:
+            raise self._not_plain(
+                f"{self.under.folder} has other tensors than the base {self.base.folder}"
             )
         names = [name for name in (WEIGHTS, PICKLED) if (self.folder / name).is_file()]
         if not names:
@@ -111,17 +113,15 @@ class _Reader:
             raise self._error(f"has no {CONFIG}; name the folder of a PEFT adapter")
         try:
             config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-            kind = config.get("peft_type")
+            kind, start = config.get("peft_type"), config.get("init_lora_weights")
         except (ValueError, AttributeError) as error:
             raise self._error(f"{CONFIG} cannot be read ({error}); download it again") from error
         if kind != "LORA":
             raise self._not_plain(f"is of type {kind}, expected LORA")
         if config.get("bias") not in (None, "none"):
             raise self._not_plain(f"has trained biases (`bias: {config['bias']}`)")
-        for setting in _NOT_PLAIN:
-            if config.get(setting):
-                raise self._not_plain(f"uses `{setting}`")
-        start = config.get("init_lora_weights")
+        if used := [setting for setting in _NOT_PLAIN if config.get(setting)]:
+            raise self._not_plain(f"uses `{used[0]}`")
         if (start.lower() if isinstance(start, str) else start) not in _PLAIN_STARTS:
             raise self._not_plain(f"changes the base (`init_lora_weights: {start}`)")
         return config
@@ -131,9 +131,7 @@ class _Reader:
         if "lora_" in name:
             raise self._not_plain(f"uses DoRA or biases (`{key}`)")
         name = self._found(_SAVED.sub("", name), key)
-        mine, theirs = made.file.tensors[key], self.under.tensors[name]
-        if mine.shape != theirs.shape:
-            raise self._wrong_base(f"`{key}` is {[*mine.shape]}, in the base {[*theirs.shape]}")
+        self._check_shape(key, made.file.tensors[key].shape, self.under.tensors[name])
         both = made.file.tensor(key), self.under.tensor(name)
         pairs = zip(*(each.reshape(-1).split(AT_ONCE) for each in both), strict=True)
         if all(torch.equal(one.float(), other.float()) for one, other in pairs):
@@ -152,9 +150,7 @@ class _Reader:
         known = self.under.tensors.get(name)
         transposed = embedding or (known is not None and self._is_conv1d(name, module, down, up))
         left, right = (down.T, up.T) if transposed else (up, down)
-        if known is not None and known.shape != (left.shape[0], right.shape[1]):
-            found = [left.shape[0], right.shape[1]]
-            raise self._wrong_base(f"`{module}` is {found}, in the base {list(known.shape)}")
+        self._check_shape(module, (left.shape[0], right.shape[1]), known)
         left = left * self._scale(module, down.shape[0], up.shape[1])
         made.factors[name] = (Factors(left.contiguous(), right.contiguous()),)
         made.targets[name] = Target(module, transposed, embedding)
@@ -186,9 +182,7 @@ class _Reader:
             halves = zip(left.contiguous(), right.contiguous(), strict=True)
             made.factors[name] = tuple(Factors(*both) for both in halves)
             shape = (experts, left.shape[1], right.shape[2])
-            known = self.under.tensors.get(name)
-            if known is not None and known.shape != shape:
-                raise self._wrong_base(f"`{name}` is {[*shape]}, in the base {[*known.shape]}")
+            self._check_shape(name, shape, self.under.tensors.get(name))
 
     def _found(self, name: str, key: str) -> str:
         """X's name of a tensor. Models saved without their head lack the first part: `h.0` is
@@ -201,12 +195,11 @@ class _Reader:
         raise self._wrong_base(f"`{key}` fits no tensor of the base")
 
     def _half(self, pair: Mapping[str, str], half: str, file: Checkpoint) -> Tensor:
-        if half not in pair:
+        if (key := pair.get(half)) is None:
             (present,) = pair.values()
             raise self._error(
                 f"holds `{present}` but not its other half, lora_{half}; save it again"
             )
-        key = pair[half]
         stored = file.tensor(key)
         if stored.ndim > 2:
             raise self._not_plain(f"targets a convolution (`{key}` is {list(stored.shape)})")
@@ -216,11 +209,10 @@ class _Reader:
                 "sharded training (ZeRO-3, FSDP) must gather the weights before it saves them"
             )
         value = stored.to(torch.float32, copy=True)  # nothing stays mapped
-        nan, inf = count_not_finite(value)
-        if nan or inf:
+        if any(bad := count_not_finite(value)):
             raise self._error(
-                f"`{key}` holds {nan:,} NaN and {inf:,} infinite values of {value.numel():,}; it "
-                "is damaged or its training diverged: take another"
+                f"`{key}` holds {bad[0]:,} NaN and {bad[1]:,} infinite values of "
+                f"{value.numel():,}; it is damaged or its training diverged: take another"
             )
         return value
 
@@ -233,7 +225,7 @@ class _Reader:
         # `fan_in_fan_out` is the kind of the last layer that PEFT wrapped.
         if name.removesuffix("weight") + "bias" not in self.under.tensors:
             return False
-        kinds = kinds_of_biased(self.under.tensors)
+        kinds = _kinds_of_biased(self.under.tensors)
         if len(kinds) > 1:
             raise self._not_plain(f"targets `{module}`, square in a model of Linear and Conv1D")
         return kinds == {True} if kinds else bool(self.config.get("fan_in_fan_out"))
@@ -250,18 +242,17 @@ class _Reader:
         try:
             rank = self._setting(module, "r", "rank_pattern")
             alpha = float(self._setting(module, "lora_alpha", "alpha_pattern"))
-        except (TypeError, ValueError, AttributeError, re.error) as error:
-            raise self._error(
-                f"{CONFIG}: rank and alpha of `{module}`: {error}; mend it"
-            ) from error
-        if not down_rank == up_rank == rank:
+            scale = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        except (TypeError, ValueError, ArithmeticError, AttributeError, re.error) as error:
+            told = f"{CONFIG}: rank and alpha of `{module}`: {one_line(error)}; mend it"
+            raise self._error(told) from error
+        if not down_rank == up_rank == rank or not math.isfinite(scale):
             raise self._error(
                 f"`{module}` has lora_A of rank {down_rank:g} and lora_B of rank {up_rank:g}, "
-                f"expected {rank} from {CONFIG}; take the two files of one training run"
+                f"expected {rank} from {CONFIG} (lora_alpha {alpha:g}); take the two files of one "
+                "training run"
             )
-        if not math.isfinite(alpha):
-            raise self._error(f"{CONFIG}: lora_alpha of `{module}` is {alpha}; expected a number")
-        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        return scale
 
     def _check_embeddings(self, made: Adapter) -> None:
         """Raise UserError if embeddings are changed that X uses as its output layer too.
@@ -271,11 +262,14 @@ class _Reader:
         file = self.under.folder / "config.json"
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         speaks = any(name.endswith(SPEAKING) for name in config.get("architectures") or ())
-        names = self.under.tensors
-        tied = config.get("tie_word_embeddings", not any(map(OUTPUT_EMBEDDING.search, names)))
+        alone = any(map(OUTPUT_EMBEDDING.search, self.under.tensors))
         changed = tied_uses((*made.factors, *made.dense))
-        if speaks and tied and changed:
+        if speaks and config.get("tie_word_embeddings", not alone) and changed:
             raise self._tied(changed[0])
+
+    def _check_shape(self, name: str, shape: tuple[int, ...], known: TensorInfo | None) -> None:
+        if known is not None and known.shape != shape:
+            raise self._wrong_base(f"`{name}` is {[*shape]}, in the base {[*known.shape]}")
 
     def _tied(self, name: str) -> UserError:
         return self._error(
@@ -296,11 +290,7 @@ class _Reader:
         return UserError(f"adapter {self.folder}{who}: {text}")
 
 
-def _shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
-    return {name: info.shape for name, info in weights.tensors.items()}
-
-
-def kinds_of_biased(base: Mapping[str, TensorInfo]) -> set[bool]:
+def _kinds_of_biased(base: Mapping[str, TensorInfo]) -> set[bool]:
     """Whether non-square matrices with a bias, which is as long as the output, are Conv1D."""
     kinds = set()
     for name, info in base.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from tvb_mergekit.tensors.source import Holds, Weights
 
 @dataclass(frozen=True)
 class Part:
-    """One model's share in a tensor: read(start, stop, buffer) returns flattened elements.
+    """One model's part of a tensor: read(start, stop, buffer) returns flattened elements.
 
     Attributes:
         held: The elements are in memory, on any device. `read` returns a view and needs no buffer.
@@ -78,11 +79,11 @@ class Item:
 
     @property
     def numel(self) -> int:
-        return torch.Size(self.shape).numel()
+        return math.prod(self.shape)
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return (*(() if self.base is None else (self.base,)), *self.inputs)
+        return self.inputs if self.base is None else (self.base, *self.inputs)
 
     @property
     def factored(self) -> bool:
@@ -116,10 +117,9 @@ class Item:
             replace(part, read=Part.in_memory(tensor).read, held=True)
             for part, tensor in zip(self.parts, self.load(), strict=False)
         ]
-        rest = self.parts[len(found) :]  # such as the mean of a store, which is read in pieces
-        first = 0 if self.base is None else 1
-        base = found[0] if first else None
-        return replace(self, base=base, inputs=(*found[first:], *rest), load=None)
+        found += self.parts[len(found) :]  # such as the mean of a store, which is read in pieces
+        base, inputs = (None, found) if self.base is None else (found[0], found[1:])
+        return replace(self, base=base, inputs=tuple(inputs), load=None)
 
     def whole(self, part: Part) -> Tensor:
         buffer = torch.empty(0 if part.held else self.numel, dtype=part.dtype, device="cpu")
@@ -152,10 +152,10 @@ def pieces_of(items: Sequence[Item], length: int) -> Iterator[Piece]:
 
 
 class Sink(Protocol):
-    """A receiver of outputs."""
+    """A receiver of outputs.
 
-    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
-        """Accept `values` [outputs, stop - start] in `item.out`, on the CPU.
+    Several threads call `write` with the pieces of a pass, in any order. `values` [outputs, stop -
+    start] are in `item.out`, on the CPU; [1, stop - start] are those of all outputs.
+    """
 
-        Several threads call it, with the pieces of a pass in any order.
-        """
+    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None: ...
