@@ -130,7 +130,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "test_recipe.py": [
         ("core/settings.py", "ratio * tasks + 0.5", "ratio * tasks"),
-        ("core/registry.py", "if self.above else self.low <= number", "if self.above else True"),
+        ("core/registry.py", "AtLeastOne = Annotated[int, Field(ge=1)]", "AtLeastOne = int"),
     ],
 }  # fmt: skip
 

@@ -171,7 +171,7 @@ def test_whatever_is_given_is_taken_or_refused(tmp_path, monkeypatch):
         ("build", "out"): [None, place],
         ("build", "weights"): [None, {}],
         ("build", "keep"): [None],
-        **{(name, "exclude"): [3] for name in ("build", "merge")},
+        **{(name, "exclude"): [3, 2.5] for name in ("build", "merge")},
         **{(name, "lambda_"): [3, 2.5] for name in ("build", "merge")},
         ("build", "num_bases"): [3],
         **{(name, "dtype"): [None] for name in ("build", "reconstruct", "merge")},

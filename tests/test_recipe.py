@@ -5,7 +5,6 @@ import pytest
 from mergekit.common import ModelReference
 
 from tvb_mergekit.core.settings import (
-    ALL_KEYS,
     GLOBAL_KEYS,
     METHODS,
     VARYING_KEYS,
@@ -83,35 +82,38 @@ BAD: dict[str, list[tuple[dict[str, object], str]]] = {
         ({"Basis": "ae"}, "did you mean `basis`?"),
         ({"zzz": 1}, "unknown key `zzz` under parameters: Known keys: basis, seed"),
         ({"a\nb": 1}, "unknown key `a\\nb`"),
-        ({"basis": "blanced"}, "(did you mean `balanced`?)"),
-        ({"basis_ratio": 0}, "`basis_ratio` is 0: expected a number in (0, 1]"),
-        ({"basis_ratio": "nan"}, "`basis_ratio` is 'nan': expected a number in (0, 1]"),
+        ({"basis": "blanced"}, "`basis` is 'blanced': Input should be 'ae', "),
+        ({"basis_ratio": 0}, "`basis_ratio` is 0: Input should be greater than 0"),
+        ({"basis_ratio": "nan"}, "`basis_ratio` is 'nan': Input should be"),
         ({"basis": "none", "num_bases": 4}, "belongs to basis ae or linear_ae or groups"),
-        ({"temperature": float("inf")}, "`temperature` is inf: expected a number > 0"),
-        ({"steps": 0}, "`steps` is 0: expected a whole number >= 1"),
-        ({"learning_rate": "fast"}, "`learning_rate` is 'fast': expected a number > 0"),
-        ({"seed": 2**64}, "`seed` is 18446744073709551616: expected a whole number in [0,"),
+        ({"temperature": float("inf")}, "`temperature` is inf: Input should be a finite"),
+        ({"steps": 0}, "`steps` is 0: Input should be greater than or equal to 1"),
+        ({"learning_rate": "fast"}, "`learning_rate` is 'fast': Input should be a valid number"),
+        ({"seed": 2**64}, "`seed` is 18446744073709551616: Input should be less than"),
         ({"basis": "pca", "steps": 9}, "`steps` belongs to basis ae or linear_ae, not to pca"),
-        ({"exclude": ""}, "`exclude` is '': expected text"),
-        ({"lambda_scale": "task"}, "(did you mean `tasks`?)"),
-        ({"lambda": [{"filter": "x", "value": "y"}]}, "`lambda` is 'y': expected"),
+        ({"exclude": ""}, "`exclude` is '': it is empty"),
+        ({"lambda_scale": "task"}, "Input should be 'bases' or 'tasks'"),
+        ({"lambda": [{"filter": "x", "value": "y"}]}, "`lambda` is 'y': Input should"),
     ],
     "basis_tb": [({}, "unknown method `basis_tb`: expected one of basis_iso")],
     "basis_negate": [
         (FORGET | {"merge_func": "sum"}, "`merge_func` belongs to basis_ties"),
         ({"forget": "math"}, "basis_negate needs `alpha` as a parameter"),
-        (FORGET | {"forget": ""}, "`forget` is '': expected text"),
+        (FORGET | {"forget": ""}, "`forget` is '': it is empty"),
         (FORGET | {"forget": "math,,code"}, "the unknown task ''"),
-        (FORGET | {"forget": ["math"]}, "`forget` is ['math']: expected text"),
+        (FORGET | {"forget": ["math"]}, "`forget` is ['math']: Input should be a valid string"),
     ],
     "basis_wudi": [
-        ({"flow_time": 0}, "`flow_time` is 0: expected exact or a number > 0"),
-        ({"flow_time": "auto"}, "`flow_time` is 'auto': expected exact or a number > 0"),
+        (
+            {"flow_time": 0},
+            "`flow_time` is 0: Input should be 'exact' or ",
+        ),
+        ({"flow_time": "auto"}, "`flow_time` is 'auto': Input should be 'exact' or"),
         ({"ridge": 0.1}, "unknown key `ridge`"),
     ],
     "basis_ties": [
-        ({"density": 0}, "`density` is 0: expected a number in (0, 1]"),
-        ({"merge_func": True}, "`merge_func` is True: expected one of sum, mean, max"),
+        ({"density": 0}, "`density` is 0: Input should be greater than 0"),
+        ({"merge_func": True}, "`merge_func` is True; quote a name"),
     ],
 }
 
@@ -134,7 +136,7 @@ VALUES = [("weight", "-0.5", -0.5), ("num_bases", np.int64(2), 2), ("task", 12, 
 @pytest.mark.parametrize(("key", "value", "expected"), VALUES)
 def test_values_of_one_key(key: str, value: object, expected: object) -> None:
     found = check_value(key, value)
-    assert found == expected and type(found) is ALL_KEYS[key].type
+    assert found == expected and type(found) is type(expected)
     for wrong in ("nan", False, -1e300, np.bool_(True), " ") if key != "task" else (" ", True):
         with pytest.raises(UserError, match=f"`{key}` is "):
             check_value(key, wrong)

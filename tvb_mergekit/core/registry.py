@@ -7,14 +7,39 @@ of a function are keys of the settings, or offers of the caller.
 from __future__ import annotations
 
 import inspect
-import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
 
 LARGEST = 1e30  # coefficient; its products with weights fit in float32
+
+
+def _not_empty(text: str) -> str:
+    if not text.strip():
+        raise ValueError("it is empty")
+    return text
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"bad regular expression: {error}") from error
+    return pattern
+
+
+# What a key allows, as pydantic checks it
+Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Whole = Annotated[int, Field(ge=0)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(coerce_numbers_to_str=True), AfterValidator(_not_empty)]
+Pattern = Annotated[Text, AfterValidator(_compiles)]
 
 
 @dataclass(frozen=True)
@@ -22,15 +47,8 @@ class Key:
     """The allowed values of one key, and the methods and bases that use the key."""
 
     help: str
-    type: type[int] | type[float] | type[str] = float
+    kind: Any
     default: Any = None
-    choices: tuple[str, ...] = ()
-    word: str = ""  # allowed in place of a number
-    low: float = -math.inf
-    high: float = math.inf
-    above: bool = False  # excludes low
-    nonzero: bool = False
-    pattern: bool = False  # a regular expression
     varying: bool = False  # from tensor to tensor, by filters and gradients
     required: bool = False
     name: str = ""
@@ -40,36 +58,12 @@ class Key:
     def default_for(self, method: str) -> Any:
         return METHODS[method].lambda_ if self.name == "lambda" else self.default
 
-    def allows(self, number: float) -> bool:
-        """Whether a finite number is of the type and in the range."""
-        low = self.low < number if self.above else self.low <= number
-        whole = self.type is float or number == int(number)
-        return low and number <= self.high and whole and not (self.nonzero and number == 0)
 
-    @property
-    def expected(self) -> str:
-        """The allowed values in words."""
-        if self.choices:
-            return f"one of {', '.join(self.choices)}"
-        if self.type is str:
-            return "text"
-        kind = self.word and f"{self.word} or "
-        kind += "a whole number" if self.type is int else "a number"
-        kind += " other than 0" * self.nonzero
-        if self.high < math.inf:
-            high = f"{self.high:g}" if self.type is float else self.high
-            return f"{kind} in {'(' if self.above else '['}{self.low:g}, {high}]"
-        return f"{kind} {'>' if self.above else '>='} {self.low:g}"
-
-
-Whole = partial(Key, type=int, low=0)
-Positive = partial(Key, low=0, above=True)
-Fraction = partial(Positive, high=1)
 SIZES = {
-    "num_bases": Whole("the number of bases M", low=1),
-    "basis_ratio": Fraction("M as a share of the tasks T", default=0.5),
+    "num_bases": Key("the number of bases M", AtLeastOne),
+    "basis_ratio": Key("M as a share of the tasks T", Fraction, 0.5),
 }
-MATRICES = {"matrices": Key("matrices, by their names; others: mean", str, pattern=True)}
+MATRICES = {"matrices": Key("matrices, by their names; others: mean", Pattern)}
 
 
 class Level(IntEnum):

@@ -6,29 +6,41 @@ one line that names the key, the value found and the values expected.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import reprlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from numbers import Real
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from tvb_mergekit.core import encoders, methods
-from tvb_mergekit.core.registry import LARGEST, Key, Level, Whole
+from tvb_mergekit.core.registry import Key, Level, Number, Pattern, Text
 from tvb_mergekit.errors import UserError, hint
 from tvb_mergekit.names import is_linear
 
 BASES, METHODS = encoders.BASES, methods.METHODS
 MATRIX_METHODS = tuple(name for name, each in METHODS.items() if each.merges == "matrices")
+
+
+def _not_zero(number: float) -> float:
+    if number == 0:
+        raise ValueError("Input should not be 0")
+    return number
+
+
+Weight = Annotated[float, Field(ge=-1e6, le=1e6), AfterValidator(_not_zero)]
 # Of every method and every basis
 SHARED = {
-    "basis": Key("how the bases are built", str, "ae", choices=tuple(BASES)),
-    "seed": Whole("seed of everything random", default=0, high=2**64 - 1),
-    "exclude": Key("regular expression of tensors to leave alone", str, pattern=True),
-    "lambda_scale": Key("lambda, or lambda T/M", str, "bases", choices=("bases", "tasks")),
-    "lambda": Key("coefficient", low=-LARGEST, high=LARGEST, varying=True, default=0.4),
+    "basis": Key("how the bases are built", Literal[tuple(BASES)], "ae"),
+    "seed": Key("seed of everything random", Annotated[int, Field(ge=0, lt=2**64)], 0),
+    "exclude": Key("regular expression of tensors to leave alone", Pattern),
+    "lambda_scale": Key("lambda, or lambda T/M", Literal["bases", "tasks"], "bases"),
+    "lambda": Key("coefficient", Number, 0.4, varying=True),
 }
 
 
@@ -47,10 +59,8 @@ KEYS = dict(_every_key())
 GLOBAL_KEYS = {name: key for name, key in KEYS.items() if not key.varying}
 VARYING_KEYS = {name: key for name, key in KEYS.items() if key.varying}
 MODEL_KEYS = {
-    "task": Key("the task's name; by default the last part of the path", str, name="task"),
-    "weight": Key(
-        "scale of the vector", name="weight", default=1.0, low=-1e6, high=1e6, nonzero=True
-    ),
+    "task": Key("the task's name; by default the last part of the path", Text, name="task"),
+    "weight": Key("scale of the vector, not 0", Weight, 1.0, name="weight"),
 }
 # Keys of the merge of bases. `exclude` is a key of both the merge and the bases.
 MERGING_KEYS = ("lambda_scale", *(k for k, x in GLOBAL_KEYS.items() if x.methods != (*METHODS,)))
@@ -131,40 +141,19 @@ def check_value(key: str, value: object) -> Any:
     Raises:
         UserError: the type or the range is wrong.
     """
-    spec = ALL_KEYS[key]
-    wrong = f"`{key}` is {shown(value)}: expected {spec.expected}"
-    if spec.type is str:
-        return _text(spec, value, wrong)
-    if spec.word and value == spec.word:
-        return value
-    if isinstance(value, bool) or not isinstance(value, Real | str):
-        raise UserError(wrong)
-    try:
-        text = str(value)
-        number = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-        if math.isfinite(number) and spec.allows(number):
-            return spec.type(number)
-    except (ValueError, OverflowError):
-        pass
-    raise UserError(wrong)
-
-
-def _text(spec: Key, value: object, wrong: str) -> str:
-    if isinstance(value, bool):
+    wrong = f"`{key}` is {shown(value)}"
+    if isinstance(value, bool | np.bool_):
         raise UserError(f"{wrong}; quote a name (YAML reads yes, no, on, off as true or false)")
-    if isinstance(value, int) and not spec.choices:
-        value = str(value)
-    if not isinstance(value, str) or not value.strip():
-        raise UserError(wrong)
-    if spec.choices and value not in spec.choices:
-        raise UserError(wrong + hint(value, spec.choices))
-    if spec.pattern:
-        try:
-            re.compile(value)
-        except (re.error, RecursionError, OverflowError) as error:
-            wrong = f"`{spec.name}` is {value!r}: bad regular expression: {error}"
-            raise UserError(wrong) from error
-    return value
+    try:
+        return _adapter(key).validate_python(value)
+    except ValidationError as error:
+        messages = [each["msg"].removeprefix("Value error, ") for each in error.errors()]
+        raise UserError(f"{wrong}: {' or '.join(messages)}") from error
+
+
+@functools.cache
+def _adapter(key: str) -> TypeAdapter[Any]:
+    return TypeAdapter(ALL_KEYS[key].kind)
 
 
 def shown(value: object) -> str:

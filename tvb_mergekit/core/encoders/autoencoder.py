@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Annotated
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from tvb_mergekit.core.encoders.linear import Encoding, Gram
-from tvb_mergekit.core.registry import Positive, Whole, basis
+from tvb_mergekit.core.registry import AtLeastOne, Key, Positive, Whole, basis
 from tvb_mergekit.errors import UserError
 
 COLDEST = 0.1
 BETAS = 0.9, 0.999  # of Adam
 TRAINING = {
-    "temperature": Positive("temperature of the softmax", default=5.0),
-    "steps": Whole("training steps", default=4000, low=1),
-    "learning_rate": Positive("learning rate of Adam", default=0.01),
-    "weight_decay": Positive("weight decay of Adam", default=1e-6, above=False),
-    "anneal_every": Whole("steps between two coolings, 0 for none", default=0),
-    "anneal_factor": Positive("the temperature's factor per cooling", default=0.9),
+    "temperature": Key("temperature of the softmax", Positive, 5.0),
+    "steps": Key("training steps", AtLeastOne, 4000),
+    "learning_rate": Key("learning rate of Adam", Positive, 0.01),
+    "weight_decay": Key("weight decay of Adam", Annotated[float, Field(ge=0, le=1)], 1e-6),
+    "anneal_every": Key("steps between two coolings, 0 for none", Whole, 0),
+    "anneal_factor": Key("the temperature's factor per cooling", Positive, 0.9),
 }
 
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.matrices import NULL, Noise, beside, blocks, blur, polar, top_triples
-from tvb_mergekit.core.registry import Fraction, Level, merge_method
+from tvb_mergekit.core.registry import Fraction, Key, Level, merge_method
 
 
 @merge_method(
     "basis_iso",
     title="Isotropic Merging on Task Vector Bases",
     paper="Marczak et al., ICML 2025, arXiv 2502.04959",
-    keys={"common": Fraction("share of the sum's directions", default=1.0)},
+    keys={"common": Key("share of the sum's directions", Fraction, 1.0)},
     # Iso-C sees the sum of the bases alone
     needs=lambda settings: Level.SUM if settings.common == 1 else Level.BASES,
 )

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
+from pydantic import Field
 from torch import Tensor
 
-from tvb_mergekit.core.registry import LARGEST, Key, Level, merge_method
+from tvb_mergekit.core.registry import LARGEST, Key, Level, Text, merge_method
+
+Strength = Annotated[float, Field(ge=0, le=LARGEST)]
 
 
 @merge_method(
@@ -15,8 +19,8 @@ from tvb_mergekit.core.registry import LARGEST, Key, Level, merge_method
     paper="Ilharco et al., ICLR 2023, arXiv 2212.04089",
     merges="sums",
     keys={
-        "forget": Key("task names to forget, comma-separated", str, (), required=True),
-        "alpha": Key("strength of forgetting", low=0, high=LARGEST, varying=True, required=True),
+        "forget": Key("task names to forget, comma-separated", Text, (), required=True),
+        "alpha": Key("strength of forgetting", Strength, varying=True, required=True),
     },
     needs=lambda settings: Level.RECONSTRUCTIONS,
     lambda_=0.0,

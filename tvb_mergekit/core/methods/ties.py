@@ -9,6 +9,7 @@ Smaller magnitudes share the lowest bin, larger ones the highest.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -28,8 +29,8 @@ BINS = 72 << 14
     paper="Yadav et al., NeurIPS 2023, arXiv 2306.01708",
     merges="entries",
     keys={
-        "merge_func": Key("of entries of one sign", str, "sum", choices=("sum", "mean", "max")),
-        "density": Fraction("share of a basis to keep", default=0.2, varying=True),
+        "merge_func": Key("of entries of one sign", Literal["sum", "mean", "max"], "sum"),
+        "density": Key("share of a basis to keep", Fraction, 0.2, varying=True),
     },
     lambda_=0.4,
 )

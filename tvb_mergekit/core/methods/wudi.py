@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tvb_mergekit.core.matrices import NULL, Noise
-from tvb_mergekit.core.registry import Key, Positive, merge_method
+from tvb_mergekit.core.registry import Key, Pattern, Positive, merge_method
 
 ROUGH = 3e-3  # of t M^2 2^-24, up to which float32 is enough; `docs/mathematics.md` has the errors
 
@@ -19,8 +20,8 @@ ROUGH = 3e-3  # of t M^2 2^-24, up to which float32 is enough; `docs/mathematics
     title="Interference-Free Merging (WUDI) on Task Vector Bases",
     paper="Cheng et al., ICML 2025, arXiv 2503.08099; Wei et al., 2026, arXiv 2606.07289",
     keys={
-        "flow_time": Positive("end of the flow", default=300.0, word="exact"),
-        "transposed": Key("matrices whose inputs are rows, by their names", str, pattern=True),
+        "flow_time": Key("end of the flow", Literal["exact"] | Positive, 300.0),
+        "transposed": Key("matrices whose inputs are rows, by their names", Pattern),
     },
 )
 def interference_free(
