@@ -118,7 +118,7 @@ def test_caches_masks_casts_and_wrappers() -> None:
     own = [torch.tensor([prompt]) for prompt in PROMPTS[:2]]
     before = model(own[0]).past_key_values
     with routing_of(there):
-        with pytest.raises(UserError, match="after prompts of 0 sequences"):
+        with pytest.raises(UserError, match="after 0 prompts"):
             model(token, past_key_values=before)
         wanted = model(**batch).logits
         assert torch.equal(model(ids, mask).logits, wanted)
@@ -302,7 +302,7 @@ def test_models_and_files_that_do_not_fit(case, tmp_path, monkeypatch):
     live = attached(merged.folder)
     model = live.route()
     cache = model(torch.tensor([PROMPTS[0]] * 2)).past_key_values
-    with pytest.raises(UserError, match="after prompts of 2 sequences"):
+    with pytest.raises(UserError, match="after 2 prompts"):
         cache.batch_select_indices(torch.tensor([0]))
         model(torch.tensor([[1]]), past_key_values=cache)
     words = [case.recipe("no-mlp", basis="none", exclude="mlp"), "wemoe", *case.words]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,7 +27,6 @@ from tvb_mergekit.tensors.checkpoint import facts_in
 
 ROUTERS = "routers.safetensors"
 LEARNED = "tvb_learned"  # key of the metadata of `tvb learn`
-ROUTER = re.compile(r"^(.*)\.router\.(.*)$")
 COMBINED = 2**28  # bytes of combined weights at a time
 
 
@@ -54,10 +52,9 @@ class Routed:
 
     Attributes:
         routers: MLP -> R_l.
-        bases: parameter of the model -> B_m in its shape, [M, ...]. They follow the model to
-            another device or dtype.
-        prompts: [sequences, tokens], 1 for each token of a prompt. By default None: all tokens that
-            the attention mask keeps, in passes without earlier tokens in the cache.
+        bases: parameter of the model -> B_m in its shape, [M, ...]; on its device, in its dtype.
+        prompts: [sequences, tokens], 1 for each token of a prompt. None: all tokens that the
+            attention mask keeps, in passes without earlier tokens in the cache.
         coefficients: MLP -> r [sequences, M] of the last prompts.
     """
 
@@ -65,17 +62,18 @@ class Routed:
         self, model: nn.Module, routers: Mapping[str, nn.Module], bases: Mapping[str, Tensor]
     ) -> None:
         self.model, self.routers, self.bases = model, routers, dict(bases)
-        self._layers: dict[str, dict[str, Any]] = {mlp: {} for mlp in routers}
-        for name, mlp in routed_parameters(model).items():
-            if name in bases and name.endswith(".weight"):
-                self._layers[mlp][name] = model.get_submodule(name.removesuffix(".weight"))
         self.prompts: Tensor | None = None
         self.coefficients: dict[str, Tensor] = {}
+        self._layers: list[tuple[str, str, Any]] = [
+            (name, mlp, model.get_submodule(name.removesuffix(".weight")))
+            for name, mlp in routed_parameters(model).items()
+            if name in bases and name.endswith(".weight")
+        ]
         self._stack = ExitStack()
         self._mask: Any = None
         self._begins, self._count = False, 0  # whether a pass is one of prompts; such passes so far
-        # MLP -> whether all sequences have one r, and then the combined weights of its layers
-        self._alike, self._merged = dict[str, bool](), dict[str, dict[str, Tensor]]()
+        # MLP -> the combined weights of its layers if all sequences have one r, else None
+        self._merged: dict[str, dict[str, Tensor] | None] = {}
 
     def route(self) -> nn.Module:
         """The model, whose MLPs combine the bases for each sequence from now on."""
@@ -83,17 +81,17 @@ class Routed:
         vars(self.model)["tvb_routed"] = self
         self._stack.callback(vars(self.model).pop, "tvb_routed")
         body: Any = getattr(self.model, "base_model", self.model)  # PEFT never calls the model
-        hook = body.register_forward_pre_hook(self._begin, with_kwargs=True)
-        self._stack.callback(hook.remove)
-        for mlp, layers in self._layers.items():
-            module = self.model.get_submodule(mlp)
-            hook = module.register_forward_pre_hook(partial(self._choose, mlp))
+        hooks = [body.register_forward_pre_hook(self._begin, with_kwargs=True)]
+        for mlp in self.routers:
+            module, choose = self.model.get_submodule(mlp), partial(self._choose, mlp)
+            hooks.append(module.register_forward_pre_hook(choose))
+        for hook in hooks:
             self._stack.callback(hook.remove)
-            for name, layer in layers.items():
-                own = {key: value for key, value in vars(layer).items() if key == "forward"}
-                self._stack.callback(vars(layer).update, own)
-                self._stack.callback(vars(layer).pop, "forward")
-                layer.forward = partial(self._linear, name, mlp, layer)
+        for name, mlp, layer in self._layers:
+            own = {key: value for key, value in vars(layer).items() if key == "forward"}
+            self._stack.callback(vars(layer).update, own)
+            self._stack.callback(vars(layer).pop, "forward")
+            layer.forward = partial(self._linear, name, mlp, layer)
         return self.model
 
     def reset(self) -> nn.Module:
@@ -106,68 +104,51 @@ class Routed:
         cache: Any = kwargs.get("cache", kwargs.get("past_key_values"))
         self._begins = cache is None or not cache.get_seq_length()
         self._count += self._begins
-        if cache is not None:
-            if self._begins:
-                cache.tvb_prompts = self._count
-            elif getattr(cache, "tvb_prompts", self._count) != self._count:
-                raise UserError(
-                    "the cache is of other prompts than the last, whose coefficients are known; "
-                    "give the complete prompts again"
-                )
+        if cache is not None and self._begins:
+            cache.tvb_prompts = self._count
+        elif cache is not None and getattr(cache, "tvb_prompts", self._count) != self._count:
+            raise UserError("the cache is of other prompts than the last: begin with the prompts")
         self._mask = kwargs.get("attention_mask") if self.prompts is None else self.prompts
         if isinstance(self._mask, Mapping):  # one for each kind of layer
             self._mask = next(iter(self._mask.values()))
 
     def _choose(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Compute r for new prompts."""
-        given, mask = args[0], self._mask
         if not self._begins:
             return
+        given, mask = args[0], self._mask
         mask = given.new_ones(given.shape[:2]) if mask is None else mask.to(given.device)
         if mask.dim() == 4:  # of a static cache: the tokens that see themselves, also in a window
             mask = mask[:, 0].diagonal(dim1=1, dim2=2)[:, : given.shape[1]]
             mask = mask if mask.dtype == torch.bool else mask == 0
-        if given.dim() != 3 or mask.shape != given.shape[:2]:
-            raise UserError(
-                f"`{name}`: inputs {list(given.shape)} and a mask {list(mask.shape)} of tokens; "
-                "routers need [sequences, tokens, n] and a mask [sequences, tokens]"
-            )
-        for key, layer in self._layers[name].items():
-            for held, own in ((key, layer.weight), (f"{key[:-6]}bias", layer.bias)):
-                if held in self.bases:
-                    self.bases[held] = self.bases[held].to(own.detach())
+        if mask.shape != given.shape[:2]:  # of one token it would be spread over all
+            raise UserError(f"`{name}`: a mask {list(mask.shape)} for inputs {list(given.shape)}")
         router = self.routers[name].to(given.device)
         kind = next(router.parameters()).dtype
         total = (given * mask[..., None]).sum(1, dtype=kind)
         self.coefficients[name] = r = router(total / mask.sum(1, True, dtype=kind).clamp(min=1))
-        self._alike[name] = not r.requires_grad and bool((r == r[:1]).all())
-        self._merged.pop(name, None)
+        self._merged[name] = None if r.requires_grad or (r != r[:1]).any() else {}
 
     def _linear(self, name: str, mlp: str, layer: Any, x: Tensor) -> Tensor:
         """The layer's outputs, with the coefficients of each sequence."""
-        r, bases, bias = self.coefficients.get(mlp), self.bases[name], f"{name[:-6]}bias"
+        r, weight, bias = self.coefficients.get(mlp), layer.weight, f"{name[:-6]}bias"
         if r is None or x.dim() != 3 or len(x) != len(r):
-            raise UserError(
-                f"`{name}`: inputs {list(x.shape)} after prompts of {0 if r is None else len(r)} "
-                "sequences; begin with the prompts of all, and leave experts out of the bases "
-                "(`exclude`)"
-            )
+            said = f"`{name}`: inputs {list(x.shape)} after {0 if r is None else len(r)} prompts"
+            raise UserError(f"{said}; begin with all prompts, and `exclude` experts from the bases")
+        bases = self.bases[name] = self.bases[name].to(weight.detach())
         turned = isinstance(layer, nn.Linear)
-        if self._alike[mlp]:
-            merged = self._merged.setdefault(mlp, {})
+        if (merged := self._merged.get(mlp)) is not None:
             if name not in merged:
-                merged[name] = combined(r[:1], layer.weight, bases)[0]
-            weight = merged[name]
-            y = x @ (weight.mT if turned else weight)
+                merged[name] = combined(r[:1], weight, bases)[0]
+            y = x @ (merged[name].mT if turned else merged[name])
         elif x.shape[1] == 1 and not r.requires_grad:  # no weights of one sequence are made
-            y = x @ (layer.weight.mT if turned else layer.weight)
             terms = r.T.to(x)[:, :, None] * x[:, 0]
-            y = y + torch.bmm(terms, bases.mT if turned else bases).sum(0)[:, None]
+            y = torch.bmm(terms, bases.mT if turned else bases).sum(0)[:, None]
+            y = y + x @ (weight.mT if turned else weight)
         else:
-            y = product(x, r, layer.weight, bases, turned)
-        if layer.bias is not None:
-            y = y + layer.bias
-        return y + (r.to(x) @ self.bases[bias])[:, None] if bias in self.bases else y
+            y = product(x, r, weight, bases, turned)
+        y = y if layer.bias is None else y + layer.bias
+        return y + (r.to(x) @ self.bases[bias].to(x))[:, None] if bias in self.bases else y
 
 
 def combined(r: Tensor, weight: Tensor, bases: Tensor) -> Tensor:
@@ -178,10 +159,8 @@ def combined(r: Tensor, weight: Tensor, bases: Tensor) -> Tensor:
 
 
 def product(x: Tensor, r: Tensor, weight: Tensor, bases: Tensor, turned: bool) -> Tensor:
-    """x [sequences, tokens, n] times the `combined` weights, a few sequences at a time.
-
-    Keeps no combined weights for the backward pass, which combines them again.
-    """
+    """x [sequences, tokens, n] times the `combined` weights, a few sequences at a time; the
+    backward pass combines them again."""
 
     def some(x: Tensor, r: Tensor) -> Tensor:
         made = combined(r, weight, bases)
@@ -199,35 +178,23 @@ def routers_in(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def routed_model(model: nn.Module, file: Path) -> Routed:
-    """A model with the routers and bases in a file.
-
-    Raises:
-        UserError: the file is damaged, a later version wrote it, or the model has other parameters.
-    """
+    """A model with the routers and bases in a file of `tvb learn wemoe`."""
     if not facts_in(file, LEARNED):
         raise UserError(f"{file}: damaged; copy it again, or repeat `tvb learn`")
-    parameters, bases = dict(model.named_parameters()), dict[str, Tensor]()
+    held = load_file(file)
     states: dict[str, dict[str, Tensor]] = {}
-    with safe_open(file, "pt") as held:
-        for name in held.keys():
-            own = parameters.get(name)
-            if found := ROUTER.match(name):
-                states.setdefault(found[1], {})[found[2]] = held.get_tensor(name)
-            elif (
-                own is None or own.is_meta or own.dtype.itemsize == 1
-                or list(own.shape) != held.get_slice(name).get_shape()[1:]
-            ):  # fmt: skip
-                raise UserError(
-                    f"{file}: the model has no tensor `{name}` of this shape, in memory and not "
-                    f"quantized; load it from {file.parents[2]}, by the class that its "
-                    "config.json names"
-                )
-            else:
-                bases[name] = held.get_tensor(name)
+    for name in [name for name in held if ".router." in name]:
+        mlp, _, key = name.rpartition(".router.")
+        states.setdefault(mlp, {})[key] = held.pop(name)
+    own = dict(model.named_parameters())
+    for name, bases in held.items():
+        p = own.get(name)
+        if p is None or p.shape != bases.shape[1:] or not p.is_floating_point():
+            said = f"{file}: the model has no tensor `{name}` of this shape that is not quantized"
+            raise UserError(f"{said}; load it from {file.parents[2]}, by its own class")
     routers = dict[str, nn.Module]()
     for mlp, state in states.items():
         weights = [tensor for _, tensor in sorted(state.items()) if tensor.dim() == 2]
-        router = router_of([weights[0].shape[1], *map(len, weights)])
-        router.load_state_dict(state)
-        routers[mlp] = router.requires_grad_(False)
-    return Routed(model, routers, bases)
+        routers[mlp] = router_of([weights[0].shape[1], *map(len, weights)]).requires_grad_(False)
+        routers[mlp].load_state_dict(state)
+    return Routed(model, routers, held)
