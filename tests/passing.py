@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.basis import Combination, Tunables
+from tvb_mergekit.core.basis import Combination, Linear, Tunables
 from tvb_mergekit.core.gram import GramSums
-from tvb_mergekit.core.merge import Linear
-from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.merging import merge_items
 from tvb_mergekit.tensors.passes import combine_pass, gram_pass
-from tvb_mergekit.tensors.stream import Item, Part, Sink
+from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink
 from tvb_mergekit.tensors.writing import MemorySink
 
 

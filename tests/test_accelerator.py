@@ -41,9 +41,9 @@ from tvb_mergekit.store.api import base_of
 from tvb_mergekit.store.export import items_of
 from tvb_mergekit.tensors import passes, stream
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.engine import CPU, Engine
 from tvb_mergekit.tensors.merging import build_basis, merge_items
 from tvb_mergekit.tensors.passes import combine_pass
+from tvb_mergekit.tensors.stream import CPU, Engine
 from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import MemorySink
 

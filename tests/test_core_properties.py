@@ -17,16 +17,14 @@ from passing import gram_of, held_item, merge_tensor
 from reference import Array, Dense
 from torch import Tensor
 
-from tvb_mergekit.core.basis import Basis, Tunables, build, warnings
+from tvb_mergekit.core.basis import Basis, Entrywise, Tunables, build, warnings
 from tvb_mergekit.core.gram import SUMMED, GramSums
-from tvb_mergekit.core.merge import Entrywise
 from tvb_mergekit.core.methods.ties import Histogram, trim_elect_merge
 from tvb_mergekit.core.settings import resolve_settings
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import passes
-from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.merging import build_basis, merge_items
-from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.stream import Engine, Item, Part
 from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import MemorySink
 

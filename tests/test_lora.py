@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 from worlds import CONV, Models
 
 import tvb_mergekit
-from tvb_mergekit.core import lora
-from tvb_mergekit.core.lora import Factors
+from tvb_mergekit.core import gram as lora
+from tvb_mergekit.core.gram import Factors
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.models import TaskModels
 from tvb_mergekit.plugin.document import from_mapping

@@ -22,8 +22,7 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import lossless, units
 from tvb_mergekit.tensors.lossless import BLOCK, Keeping, Lossless
 from tvb_mergekit.tensors.passes import gram_pass
-from tvb_mergekit.tensors.source import StateDict
-from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.stream import Item, Part, StateDict
 
 by_the_format = partial(formats.lossless, size=BLOCK)
 SIXTEEN = {torch.bfloat16: 7, torch.float16: 10}

@@ -26,7 +26,7 @@ from tvb_mergekit.core.methods.wudi import interference_free
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.lossless import BLOCK, Draw
-from tvb_mergekit.tensors.source import StateDict
+from tvb_mergekit.tensors.stream import StateDict
 
 SHARE = 0.25
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tvb_mergekit.store.facts import DtypeName
     from tvb_mergekit.store.store import Bases
     from tvb_mergekit.tensors.checkpoint import Checkpoint
-    from tvb_mergekit.tensors.engine import Engine
+    from tvb_mergekit.tensors.stream import Engine
     from tvb_mergekit.tensors.taskset import TaskSet
 
 Body = Callable[..., Any]
@@ -194,9 +194,9 @@ def model_options(values: dict[str, Any]) -> Options:
 
 
 def device_of(name: str) -> torch.device:
-    from tvb_mergekit.tensors import engine
+    from tvb_mergekit.tensors import stream
 
-    return engine.device_of(auto_device() if name == "auto" else name)
+    return stream.device_of(auto_device() if name == "auto" else name)
 
 
 def auto_device() -> str:
@@ -214,7 +214,7 @@ def auto_device() -> str:
 
 def engine_of(values: dict[str, Any]) -> Engine:
     """The engine of a command's options."""
-    from tvb_mergekit.tensors.engine import Engine
+    from tvb_mergekit.tensors.stream import Engine
 
     return Engine(device_of(values["device"]), bars(values["quiet"]))
 

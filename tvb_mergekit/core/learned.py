@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.merge import Compute
+from tvb_mergekit.core.basis import Compute
 from tvb_mergekit.errors import UserError
 
 SINGULAR = 1e-13  # of a pivot of a matrix whose diagonal is 1

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tvb_mergekit.core.basis import Linear, Step
 from tvb_mergekit.core.learned import FisherMean, regression_mean
-from tvb_mergekit.core.merge import Linear, Step
 from tvb_mergekit.learn import statistics
 from tvb_mergekit.learn.descent import passing
 from tvb_mergekit.learn.models import bases_of, check_mixture, check_untied, mixtures_of

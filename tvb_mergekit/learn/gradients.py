@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tvb_mergekit.core.merge import Linear, Step
+from tvb_mergekit.core.basis import Linear, Step
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.data import (
     Example,

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tvb_mergekit.core.basis import Step
 from tvb_mergekit.core.learned import Stitch
-from tvb_mergekit.core.merge import Step
 from tvb_mergekit.learn.data import drawn
 from tvb_mergekit.learn.descent import History, Moving
 from tvb_mergekit.learn.gradients import GradientMethod
@@ -23,8 +23,7 @@ from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.store.routing import LEARNED
 from tvb_mergekit.tensors.checkpoint import Checkpoint, facts_in
 from tvb_mergekit.tensors.passes import combine_pass
-from tvb_mergekit.tensors.source import TensorInfo, Weights
-from tvb_mergekit.tensors.stream import Item, Part, Sink
+from tvb_mergekit.tensors.stream import Item, Part, Sink, TensorInfo, Weights
 
 
 class Localize(GradientMethod):

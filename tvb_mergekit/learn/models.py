@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from tvb_mergekit.core.basis import Basis
-from tvb_mergekit.core.merge import Linear
+from tvb_mergekit.core.basis import Basis, Linear
 from tvb_mergekit.errors import UserError, listed, one_line
 from tvb_mergekit.learn.statistics import input_dimension, linear_layers
 from tvb_mergekit.plugin.plan import Plan

@@ -1,34 +1,230 @@
-"""One merge from its plan to its report."""
+"""One merge from its plan to its report: the tensors of the merged model as items of our passes."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from mergekit.common import ModelReference, dtype_from_name
 from mergekit.options import MergeOptions
 from torch import Tensor
 
-from tvb_mergekit.core.basis import Basis, Combination, StoredBases, warnings
+from tvb_mergekit.core.basis import Basis, Combination, StoredBases, Tunables, warnings
 from tvb_mergekit.core.gram import check_copied
-from tvb_mergekit.errors import listed, refusing
-from tvb_mergekit.plugin.items import MergedTensors
+from tvb_mergekit.core.settings import VARYING_KEYS
+from tvb_mergekit.errors import UserError, listed, refusing
 from tvb_mergekit.plugin.recipe import Recipe
-from tvb_mergekit.plugin.sources import Loaders
+from tvb_mergekit.plugin.sources import Candidate, Changed, Loaders, Source
 from tvb_mergekit.progress import bars
 from tvb_mergekit.store import report
 from tvb_mergekit.store.facts import Facts
 from tvb_mergekit.store.forms import sums_of
 from tvb_mergekit.tensors import merging, ranks
-from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.engine import Engine, device_of
+from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint
 from tvb_mergekit.tensors.matrices import check_matrices
-from tvb_mergekit.tensors.stream import Item, Sink
-from tvb_mergekit.tensors.taskset import TaskSet
+from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, device_of
+from tvb_mergekit.tensors.taskset import UNCHANGED, TaskSet, check_share, why_left_out
+
+LOG = logging.getLogger(__name__)
+Load = Callable[[], Sequence[Tensor]]  # the base's tensor, then those of the models
+
+
+@dataclass
+class MergedTensors:
+    """The tensors of the merged model, and the facts found while they are made.
+
+    Attributes:
+        checkpoints: The base's first.
+        saved_dtype: The dtype to which mergekit casts everything that it writes.
+        tied: All configurations say that the output embedding is the input embedding.
+        items: In the order of the base's files.
+        left_out: Tensor -> reason why it stays the base's, or is not written.
+        same_as: The base's second names of tensors -> the name that counts.
+        untied: The base ties its output embedding, a model does not.
+        tunables: `lambda`, `alpha`, `density` -> all values of it.
+        changed: The tensors that count and that a tokenizer changes.
+        zeros: Tensors of the base that take part although no adapter changes them.
+        unchanged: Other tensors that no adapter changes -> their elements.
+    """
+
+    recipe: Recipe
+    checkpoints: Mapping[ModelReference, Source]
+    out_dtype: str | None
+    saved_dtype: str | None = None
+    tied: bool = False
+    items: Sequence[Item] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
+    same_as: dict[str, str] = field(default_factory=dict)
+    untied: bool = False
+    tunables: dict[str, set[float]] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
+    zeros: Collection[str] = ()
+    unchanged: dict[str, int] = field(default_factory=dict)
+    _first: dict[tuple[str | None, ...], Item] = field(default_factory=dict)
+
+    def fill(self, candidates: Iterable[Candidate]) -> None:
+        """Make an item of each candidate that the base has.
+
+        Raises:
+            UserError: Shapes differ, the base lacks a tensor that the model must have, or models
+                lack most of the base.
+        """
+        base = self.recipe.base
+        tensors = self.checkpoints[base].tensors
+        made = []
+        for each in candidates:
+            name = each.weight.name
+            if each.parts[base] is not None:
+                made.append(self._item(each))
+            elif each.weight.optional:
+                self.left_out[name] = "not in the base; not written"
+            else:
+                raise UserError(f"tensor `{name}` is not in the base {base}; it cannot be merged")
+
+        def place(item: Item) -> tuple[str, int]:
+            name = item.base.name if item.base else None
+            return ("", 0) if name is None else (tensors[name].shard, tensors[name].offset or 0)
+
+        self.items = sorted(made, key=place)
+        if self.recipe.bases is None:
+            self._check_missing()
+
+    def _check_missing(self) -> None:
+        """Warn of tensors that a model lacks. Raise UserError if they are most of the base."""
+        reasons = {name: why for name, why in self.left_out.items() if why.startswith("missing")}
+        part = whole = 0
+        for item in self.items:
+            if item.base is not None and item.base.dtype.is_floating_point:
+                part += item.numel * (item.name in reasons)
+                whole += item.numel * (item.name in reasons or item.tunables is not None)
+        check_share(part, whole, f"{len(reasons)} missing in a model ({listed([*reasons])})")
+        for name, why in reasons.items():
+            LOG.warning("tensor `%s` is not in %s: it stays the base's", name, why[11:])
+
+    def _item(self, given: Candidate) -> Item:
+        recipe, name, whole = self.recipe, given.weight.name, given.whole
+        base, *models = _parts(recipe, given)
+        assert base is not None
+        absent = None
+        if recipe.bases is not None:  # by the base's or the merged model's name
+            left_out = recipe.bases.facts.left_out
+            absent = left_out.get(str(base.name), left_out.get(name, "not in the store"))
+        rule = functools.partial(why_left_out, name, recipe.settings, recipe.tasks, absent=absent)
+        reason = rule(base, models)
+        if reason == UNCHANGED and base.name in self.zeros:
+            reason = None
+        load: Load | None = None
+        if whole is not None and not (reason and base.shape):
+            load = functools.partial(whole.load, reason is not None)
+            parts = [base] if reason else [base, *(part for part in models if part)]
+            found = zip(parts, load(), strict=True)
+            base, *rest = (replace(p, dtype=t.dtype, shape=tuple(t.shape)) for p, t in found)
+            models = [*rest]
+            reason = reason or rule(base, models)
+        if reason is not None:
+            self.left_out[name] = reason
+            models = []
+        if reason == UNCHANGED:
+            place = self.checkpoints[recipe.base].canonical(base.name) if base.name else name
+            self.unchanged[place] = math.prod(base.shape or ())
+        assert base.shape is not None
+        inputs = [part for part in models if part is not None]
+        mean = _mean(recipe, name, base.shape, inputs)
+        out = self._dtype(given, base, inputs)
+        item = Item(name, base.shape, base, (*inputs, *mean), out, load=load)
+        if reason is None:
+            counted, tunables = self._count_once(given, item), self._tunables(given)
+            item = replace(item, counted_as=counted, tunables=tunables)
+            if counted == name and isinstance(whole, Changed):
+                self.changed.add(name)
+        return item
+
+    def _dtype(self, given: Candidate, base: Part, inputs: Sequence[Part]) -> torch.dtype:
+        if isinstance(given.whole, Changed):  # all are loaded in one dtype, a store's too
+            base = given.parts[self.recipe.base] or base
+        forced, dtypes = given.weight.force_dtype, (self.out_dtype, self.saved_dtype)
+        wanted, saved = (dtype_from_name(forced or dtype) for dtype in dtypes)
+        # A store's dtype is not the output's, and integers are never cast to a float.
+        weights = [part.dtype for part in inputs if part.holds == "weight"]
+        out = saved or (wanted if base.dtype.is_floating_point else None)
+        out = out or functools.reduce(torch.promote_types, weights, base.dtype)
+        if out not in DTYPES.values():
+            raise UserError(f"tensor `{given.weight.name}`: safetensors hold no {out}")
+        return out
+
+    def _tunables(self, given: Candidate) -> Tunables:
+        """The keys that may vary, resolved for this tensor, and noted for the report."""
+        for key in VARYING_KEYS:
+            value = given.values.get(key)
+            if value is not None:
+                self.tunables.setdefault(key, set()).add(value)
+            elif key in given.values:
+                raise UserError(
+                    f"`{key}` has no value for tensor `{given.weight.name}`, which matches none of "
+                    "its filters; add an entry without `filter`"
+                )
+        return Tunables.of(given.values)
+
+    def _count_once(self, given: Candidate, item: Item) -> str:
+        """The name under which a tensor counts in the Gram matrix: its own, or that of the first
+        tensor with the same stored names."""
+        weight, order = given.weight, self.recipe.every
+        names = [part.name for part in item.parts[: len(order)]]
+        if weight.tied_names and not self.tied and names[0] != weight.name:
+            self.untied |= weight.name in names
+        place = tuple(
+            None if name is None else self.checkpoints[model].canonical(name)
+            for model, name in zip(order, names, strict=True)
+        )
+        if self.tied and weight.tied_names:
+            place = (weight.tied_names[0],) * len(order)
+        if None in place:
+            place = (weight.name, *place)
+        other = self._first.setdefault(place, item)
+        if other is not item:
+            assert other.base is not None
+            if place[0] is not None and names[0] is not None and other.base.name is not None:
+                self.same_as[names[0]] = other.base.name
+            reason = f"the same tensor as {other.name}: merged with it, counted once"
+            self.left_out[item.name] = reason
+        return other.name
+
+
+def _parts(recipe: Recipe, given: Candidate) -> list[Part | None]:
+    """The tensor's parts in the base and the models; vectors of a store have their own names."""
+    parts = [given.parts[model] for model in recipe.every]
+    bases, base = recipe.bases, parts[0]
+    if bases is None or base is None:
+        return parts
+    if (name := bases.stored_name(base.name)) is None:
+        return [base, *[None] * len(recipe.models)]
+    shape = None if given.whole else base.shape
+    stored = (Part.of(bases.vectors[index], name, "delta") for index in recipe.order)
+    return [base, *(replace(part, shape=shape and part.shape) for part in stored)]
+
+
+def _mean(
+    recipe: Recipe, name: str, shape: tuple[int, ...], inputs: Sequence[Part]
+) -> Sequence[Part]:
+    """PCA's mean, an input that is not a model of the recipe."""
+    mean = recipe.mean
+    if mean is None or not inputs or inputs[0].name is None:
+        return ()
+    part = Part.of(mean, inputs[0].name, "delta")
+    if part.shape != shape:
+        raise UserError(
+            f"tensor `{name}`: the recipe's tokenizer gives it the shape {list(shape)}, the "
+            f"store's mean has {list(part.shape or ())}: use the base's tokenizer as it is, or "
+            "leave the tensor out with `exclude`"
+        )
+    return (part,)
+
 
 LOG = logging.getLogger(__name__)
 UNREAD = "not used by this recipe, or unknown to mergekit's definition of the architecture"

@@ -25,8 +25,7 @@ from tvb_mergekit.errors import UserError, listed, one_line, refusing
 from tvb_mergekit.hub import may_be_on_the_hub
 from tvb_mergekit.plugin import replaced
 from tvb_mergekit.plugin.document import Document
-from tvb_mergekit.plugin.items import MergedTensors
-from tvb_mergekit.plugin.plan import Plan, engine_of
+from tvb_mergekit.plugin.plan import MergedTensors, Plan, engine_of
 from tvb_mergekit.plugin.recipe import Recipe, identity_of
 from tvb_mergekit.plugin.sources import Loaders, candidate, fresh_loaders, install_loader
 from tvb_mergekit.progress import phase

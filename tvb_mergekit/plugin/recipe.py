@@ -30,8 +30,7 @@ from tvb_mergekit.store import store
 from tvb_mergekit.store.forms import before_coding
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.matrices import settings_over
-from tvb_mergekit.tensors.source import Weights
-from tvb_mergekit.tensors.stream import Item
+from tvb_mergekit.tensors.stream import Item, Weights
 from tvb_mergekit.tensors.taskset import EXCLUDED, TaskSet
 
 LOG = logging.getLogger(__name__)

@@ -22,9 +22,9 @@ from tvb_mergekit.store.report import LOSSES
 from tvb_mergekit.store.store import Bases, basis_folder, dtype_name, is_store, load
 from tvb_mergekit.store.vectors import Vectors, facts_of, in_memory, write_vectors
 from tvb_mergekit.store.writer import StoreWriter, changing
-from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.output import check_new_folder
 from tvb_mergekit.tensors.peft_files import MERGE_FIRST
+from tvb_mergekit.tensors.stream import Engine
 from tvb_mergekit.tensors.taskset import TaskSet
 
 STEP = ("encoder", "decoder", "gram_bases")  # tensors of a step in basis.safetensors

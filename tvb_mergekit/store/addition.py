@@ -28,11 +28,9 @@ from tvb_mergekit.store.forms import check_kept, draws_of
 from tvb_mergekit.store.store import Bases, load, open_vector, read_store_facts
 from tvb_mergekit.store.vectors import Vectors, local_path, write_vectors
 from tvb_mergekit.store.writer import StoreWriter, changing
-from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.lossless import Lossless
 from tvb_mergekit.tensors.passes import gram_pass
-from tvb_mergekit.tensors.source import Weights
-from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.stream import Engine, Item, Part, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
 
 LOG = logging.getLogger(__name__)

@@ -36,10 +36,9 @@ from tvb_mergekit.store.forms import kept_share, sums_of
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.store.writer import undo_change
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.engine import Engine, device_of
 from tvb_mergekit.tensors.matrices import check_matrices, settings_over
 from tvb_mergekit.tensors.merging import build_basis, count_if_needed, merge_items
-from tvb_mergekit.tensors.source import StateDict, Weights
+from tvb_mergekit.tensors.stream import Engine, StateDict, Weights, device_of
 from tvb_mergekit.tensors.taskset import UNCHANGED, TaskSet, match
 from tvb_mergekit.tensors.writing import MemorySink
 

@@ -20,8 +20,7 @@ from tvb_mergekit.store.api import Model, base_of, open_model
 from tvb_mergekit.store.export import combine, items_of, task_column
 from tvb_mergekit.store.routing import Routed, routed_model, routers_in
 from tvb_mergekit.store.store import Bases
-from tvb_mergekit.tensors.source import StateDict, Weights
-from tvb_mergekit.tensors.stream import Item
+from tvb_mergekit.tensors.stream import Item, StateDict, Weights
 
 ATTACHED = "tvb_attached"  # attribute of a module: the key of the last `Live` that has it
 

@@ -42,10 +42,10 @@ from tvb_mergekit.store.vectors import (
 )
 from tvb_mergekit.store.writer import StoreWriter, check_movable, lock
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.matrices import check_matrices
 from tvb_mergekit.tensors.merging import encoded_by, sums_of
 from tvb_mergekit.tensors.output import check_new_folder
+from tvb_mergekit.tensors.stream import Engine
 from tvb_mergekit.tensors.taskset import TaskSet
 
 LOG = logging.getLogger(__name__)

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit import hub
-from tvb_mergekit.core.merge import Linear
+from tvb_mergekit.core.basis import Linear
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.facts import FileRecord, record_of
 from tvb_mergekit.store.report import card_section
 from tvb_mergekit.store.store import Bases, dtype_name
 from tvb_mergekit.store.vectors import COPIED, copy_config
 from tvb_mergekit.tensors.checkpoint import RESTORE, TOKENIZER_FILES, Checkpoint
-from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.lossless import Keeping, Lossless
 from tvb_mergekit.tensors.output import (
     StagedFolder,
@@ -33,8 +32,7 @@ from tvb_mergekit.tensors.output import (
     check_output_folder,
 )
 from tvb_mergekit.tensors.passes import combine_pass
-from tvb_mergekit.tensors.source import Weights
-from tvb_mergekit.tensors.stream import Item, Part, Sink
+from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import (
     FoldersSink,

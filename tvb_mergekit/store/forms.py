@@ -15,8 +15,7 @@ from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.lossless import MANTISSA, Draw, Lossless
 from tvb_mergekit.tensors.peft_files import MERGE_FIRST
-from tvb_mergekit.tensors.source import Weights
-from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.stream import Item, Part, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
 
 LEAST_SHARE = 1e-6

@@ -36,7 +36,7 @@ from tvb_mergekit.store.facts import (
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
 from tvb_mergekit.tensors.lossless import Lossless, Sampled
 from tvb_mergekit.tensors.quantized import Decoded
-from tvb_mergekit.tensors.source import Weights
+from tvb_mergekit.tensors.stream import Weights
 from tvb_mergekit.tensors.writing import MARKER
 
 # The tensors of basis.safetensors that merges and additions need.

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.basis import Basis
+from tvb_mergekit.core.basis import Basis, Linear
 from tvb_mergekit.core.encoders import EVEN, Gram
-from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.facts import (
     EXACT,
@@ -33,12 +32,10 @@ from tvb_mergekit.store.facts import (
 from tvb_mergekit.store.report import LOSSES, facts, tensors_of, versions
 from tvb_mergekit.store.store import MEAN, Bases, basis_folder, dtype_name, numbers_of
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.lossless import Draw, Keeping
 from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.passes import combine_pass
-from tvb_mergekit.tensors.source import StateDict
-from tvb_mergekit.tensors.stream import Item, Sink
+from tvb_mergekit.tensors.stream import Engine, Item, Sink, StateDict
 from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import (
     MARKER,

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.gram import AT_ONCE
-from tvb_mergekit.core.lora import Factors
+from tvb_mergekit.core.gram import AT_ONCE, Factors
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.source import Holds, TensorInfo, Weights
+from tvb_mergekit.tensors.stream import Holds, TensorInfo, Weights
 
 CONFIG = "adapter_config.json"
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"

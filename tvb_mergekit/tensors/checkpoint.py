@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.errors import UserError, listed, one_line
-from tvb_mergekit.tensors.source import TensorInfo, Weights, infos_of
+from tvb_mergekit.tensors.stream import TensorInfo, Weights, infos_of
 
 # In mergekit's and transformers' order of preference.
 _STEMS = ("model.safetensors", "pytorch_model.bin")

@@ -25,11 +25,9 @@ from torch import Tensor
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import DTYPES, NAMES, Checkpoint
-from tvb_mergekit.tensors.engine import CPU, Engine
 from tvb_mergekit.tensors.passes import Reader, run
 from tvb_mergekit.tensors.quantized import VERSION, Decoded, Parsed
-from tvb_mergekit.tensors.source import Holds
-from tvb_mergekit.tensors.stream import Item, Piece
+from tvb_mergekit.tensors.stream import CPU, Engine, Holds, Item, Piece
 from tvb_mergekit.tensors.writing import MARKER, SHARD_BYTES, Appender, Shard, plan_shards
 
 BLOCK = 2**17  # elements that are decoded together

@@ -8,18 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.basis import Combination
-from tvb_mergekit.core.lora import Factors, cores_of
+from tvb_mergekit.core.basis import Combination, Linear
+from tvb_mergekit.core.gram import Factors, cores_of
 from tvb_mergekit.core.matrices import rounding_noise
-from tvb_mergekit.core.merge import Linear
 from tvb_mergekit.core.settings import GLOBAL_KEYS, METHODS, Settings
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.names import TRANSPOSED
 from tvb_mergekit.progress import silent
-from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.passes import RunningSums, combine_pass
-from tvb_mergekit.tensors.source import Weights
-from tvb_mergekit.tensors.stream import Item, Part, Sink
+from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, Weights
 from tvb_mergekit.tensors.writing import Stacked
 
 FAR = 3  # a merge this many times as long as its bases together gets a warning

@@ -11,12 +11,10 @@ from dataclasses import replace
 from functools import partial
 
 from tvb_mergekit.core.basis import Basis, Combination, before_gram, build, check_not_zero
-from tvb_mergekit.core.gram import NO_TENSOR, GramSums
-from tvb_mergekit.core.lora import Factors, factor_gram
+from tvb_mergekit.core.gram import NO_TENSOR, Factors, GramSums, factor_gram
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.progress import silent
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.matrices import count_matrices, merge_matrices
 from tvb_mergekit.tensors.passes import (
     RunningSums,
@@ -25,7 +23,7 @@ from tvb_mergekit.tensors.passes import (
     count_pass,
     gram_pass,
 )
-from tvb_mergekit.tensors.stream import Item, Sink
+from tvb_mergekit.tensors.stream import Engine, Item, Sink
 from tvb_mergekit.tensors.taskset import TaskSet
 
 LOG = logging.getLogger(__name__)

@@ -22,13 +22,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from tvb_mergekit.core.basis import Step, check_output
 from tvb_mergekit.core.gram import NO_TENSOR, GramSums, not_finite, products, squares, symmetric
-from tvb_mergekit.core.merge import Step, check_output
 from tvb_mergekit.core.methods.ties import Histogram, table_bytes
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.engine import Engine
-from tvb_mergekit.tensors.stream import Item, Part, Piece, Sink, pieces_of
+from tvb_mergekit.tensors.stream import Engine, Item, Part, Piece, Sink, pieces_of
 
 PIECE = 2**22  # float32 numbers that a thread holds: 16 MB; 8 MB took a third longer
 SHORTEST = 2**12  # elements of a piece, except the last of a tensor; a power of two, as all

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.gram import AT_ONCE, count_not_finite
-from tvb_mergekit.core.lora import Factors
+from tvb_mergekit.core.gram import AT_ONCE, Factors, count_not_finite
 from tvb_mergekit.errors import UserError, one_line
 from tvb_mergekit.names import OUTPUT_EMBEDDING, SPEAKING, has_experts_in_out, tied_uses
 from tvb_mergekit.tensors.adapter import CONFIG, PICKLED, PREFIX, WEIGHTS, Adapter, Target
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.source import TensorInfo
+from tvb_mergekit.tensors.stream import TensorInfo
 
 MERGE_FIRST = "merge it with PEFT: merge_and_unload(), save_pretrained(FOLDER), and list FOLDER"
 

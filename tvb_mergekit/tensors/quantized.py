@@ -11,7 +11,7 @@ import torch
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint, metadata_of
-from tvb_mergekit.tensors.source import TensorInfo, Weights
+from tvb_mergekit.tensors.stream import TensorInfo, Weights
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -14,8 +14,7 @@ from tvb_mergekit.core.gram import NO_TENSOR, GramSums
 from tvb_mergekit.core.settings import Settings
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.tensors.adapter import Adapter
-from tvb_mergekit.tensors.source import StateDict, Weights
-from tvb_mergekit.tensors.stream import Item, Part
+from tvb_mergekit.tensors.stream import Item, Part, StateDict, Weights
 
 QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
 ALIKE = "give models that were fine-tuned from this base, with their tensors named alike"

@@ -33,8 +33,8 @@ from tvb_mergekit.progress import Progress, silent
 from tvb_mergekit.store.recipes import templates, times, with_paths
 from tvb_mergekit.store.store import base_of, is_store, read_store_facts
 from tvb_mergekit.tensors.checkpoint import weight_files
-from tvb_mergekit.tensors.engine import Engine
 from tvb_mergekit.tensors.merging import merge_items
+from tvb_mergekit.tensors.stream import Engine
 from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards
 
 SHARD = 10**9  # bytes of written files

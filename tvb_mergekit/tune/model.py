@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.merge import check_output
+from tvb_mergekit.core.basis import check_output
 from tvb_mergekit.errors import UserError, listed, megabytes
 from tvb_mergekit.progress import bars
 from tvb_mergekit.store.attach import live_tensors
