@@ -1,0 +1,155 @@
+"""`tvb tune`: checks first, then the search, then its files."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.plugin.document import from_mapping
+from tvb_mergekit.plugin.inputs import Options
+from tvb_mergekit.progress import Bar
+from tvb_mergekit.tune import search
+from tvb_mergekit.tune.line import MovingModel, TunedRecipe, read_tuned
+from tvb_mergekit.tune.search import Estimate
+from tvb_mergekit.tune.tasks import EvalTask, Evaluation, load_model, load_tasks, score
+
+
+@dataclass
+class Tuned:
+    """The scores of each point by task, in the order of the search, and the best point."""
+
+    recipe: TunedRecipe
+    tasks: Sequence[EvalTask]
+    points: dict[float, dict[str, Estimate]] = field(default_factory=dict)
+    best: float = math.nan
+
+    def mean(self, point: float, control: bool = False) -> Estimate:
+        scores = self.points[point]
+        return search.mean(scores[task.name] for task in self.tasks if task.control == control)
+
+    def write(self, out: Path) -> None:
+        """Write tune.json: after each point, so that a kill does not lose the scores."""
+        points = {point: {n: vars(e) for n, e in of.items()} for point, of in self.points.items()}
+        tasks = [{k: v for k, v in vars(each).items() if k != "loaded"} for each in self.tasks]
+        best = self.best if self.best in points else None
+        facts = {"coefficient": self.recipe.key, "best": best, "points": points, "tasks": tasks}
+        (out / "tune.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def tune(
+    path: str,
+    tasks: Sequence[str],
+    out: Path,
+    evaluation: Evaluation,
+    options: Options,
+    *,
+    controls: Sequence[str] = (),
+    grid: str | None = None,
+    brent: bool = False,
+    keep: float = 0.95,
+    quiet: bool = False,
+) -> Tuned:
+    """Find the coefficient of a recipe; see `tvb tune --help`."""
+    recipe = read_tuned(path, options)
+    negation = recipe.key == "alpha"
+    points = search.grid_points(grid or search.default_grid(recipe.method, brent))
+    if negation != bool(controls):
+        raise UserError("--control TASK, a task to keep, goes with basis_negate, which needs one")
+    if brent and (negation or len(points) < 2):
+        raise UserError("--search brent needs a --grid with two ends, and cannot tune basis_negate")
+    if out.is_dir() and any(out.iterdir()):
+        raise UserError(f"--out {out} is not empty: name another folder")
+    points = sorted({0.0, *points}) if negation else points
+    for point in points:
+        from_mapping(recipe.at(point))
+    tuned = Tuned(recipe, load_tasks(tasks, controls, evaluation, recipe.document["base_model"]))
+    lower = {task.lower for task in tuned.tasks}
+    if len(lower) > 1 or (negation and True in lower):
+        raise UserError("scores that are better when lower go with no others, nor with forgetting")
+    step = min((b - a for a, b in pairwise(points)), default=1.0) / 2
+    most = search.BRENT if brent else len(points)
+    out.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix=".work-", dir=out) as work,
+        Bar(desc="Tune", total=most, unit="point", disable=quiet) as bar,
+    ):
+        model = MovingModel(recipe, Path(work), partial(load_model, evaluation))
+
+        def mean(point: float, control: bool = False) -> float:
+            if point not in tuned.points:
+                bar.set_postfix_str(f"{recipe.key} {point:g}")
+                lm = model.at(point)
+                tuned.points[point] = score(lm, tuned.tasks, evaluation.chat_template)
+                tuned.write(out)
+                bar.update()
+            return tuned.mean(point, control).value * (-1 if True in lower else 1)
+
+        if negation:
+            control = partial(mean, control=True)
+            tuned.best = search.most_forgotten(points, mean, control, keep)
+        elif brent:
+            tuned.best = search.brent(points[0], points[-1], step, mean)
+        else:
+            tuned.best, _ = search.grid(points, mean)
+        bar.total = bar.n  # Brent's search may end sooner
+    tuned.write(out)
+    return tuned
+
+
+def report(tuned: Tuned, out: Path) -> list[str]:
+    """Write tuned.yml, the items left to the test, and a picture; return lines to print."""
+    lines, negation = list[str](), any(task.control for task in tuned.tasks)
+    for point in sorted(tuned.points):
+        control = f", control {tuned.mean(point, control=True)}" if negation else ""
+        lines.append(f"{tuned.recipe.key} {point:<8g} score {tuned.mean(point)}{control}")
+    lines.append(f"The best of {len(tuned.points)} points is {tuned.best:g}:")
+    for task in tuned.tasks:
+        items = f"{len(task.chosen)} of {task.items} {task.split} items"
+        found = tuned.points[tuned.best][task.name]
+        lines.append(f"{task.name} {found}, {task.metric} on {items}")
+    comment = "".join(f"# {line}\n" for line in ("Found by tvb tune.", *lines))
+    recipe = yaml.safe_dump(tuned.recipe.at(tuned.best), sort_keys=False, allow_unicode=True)
+    (out / "tuned.yml").write_text(comment + recipe, encoding="utf-8")
+    if rest := {task.name: task.left_to_test for task in tuned.tasks if task.left_to_test}:
+        (out / "test_samples.json").write_text(json.dumps(rest) + "\n")
+        lines.append("test_samples.json has the items that did not choose, for the test")
+    if find_spec("matplotlib"):
+        _draw(tuned, out / "curve.png")
+    return lines
+
+
+def _draw(tuned: Tuned, path: Path) -> None:
+    """A line for each task with its name at its end, and the mean with its standard error."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes, points = figure.add_subplot(), sorted(tuned.points)
+    means = [tuned.mean(point) for point in points]
+    values, errors = [mean.value for mean in means], [mean.stderr or 0.0 for mean in means]
+    axes.errorbar(points, values, errors, fmt="o-", color="black", linewidth=2, elinewidth=0.8)
+    ends: list[tuple[float, str, Any]] = [(values[-1], "mean", "black")]
+    for number, task in enumerate(tuned.tasks):
+        colour = colormaps["tab10"](number % 10)
+        values = [tuned.points[point][task.name].value for point in points]
+        axes.plot(points, values, "--" if task.control else "-", color=colour)
+        ends.append((values[-1], task.name, colour))
+    (low, high), place = axes.get_ylim(), -math.inf
+    for end, name, colour in sorted(ends, key=lambda each: each[0]):
+        place = max(end, place + (high - low) / 30)  # a line of text above the one below
+        at = axes.get_yaxis_transform()
+        axes.text(1.01, place, name, color=colour, transform=at, va="center", parse_math=False)
+    axes.axvline(tuned.best, color="gray", linestyle=":")
+    axes.set(xlabel=tuned.recipe.key, ylabel="score", title=f"best: {tuned.best:g}")
+    figure.savefig(path, dpi=150)
