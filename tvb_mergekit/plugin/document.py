@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,8 @@ from pydantic import BaseModel
 from tvb_mergekit.core.settings import ALL_KEYS, METHODS, VARYING_KEYS, unknown_key
 from tvb_mergekit.errors import UserError, hint, one_line, refusing
 from tvb_mergekit.plugin.recipe import Recipe, read_recipe
+
+MOST = 1_000_000  # values in a recipe: a few lines of nested aliases may stand for billions
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,20 @@ def parse(path: str) -> RecipeFile:
             documents.append(loader.get_data())
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: not a YAML recipe: {one_line(error)}") from error
+    if _count(documents, {}) > MOST:
+        raise UserError(f"{path}: its aliases (`*`) repeat each other to over {MOST:,} values")
     return RecipeFile(path, text, documents, loader.repeated and f"{path}{loader.repeated}")
+
+
+def _count(value: Any, known: dict[int, float]) -> float:
+    """The number of values in a part of a recipe, with those that each alias repeats."""
+    if not isinstance(value, list | dict):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = math.inf  # of a list that holds itself
+        parts = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_count(part, known) for part in parts)
+    return known[id(value)]
 
 
 def check_unknown_keys(

@@ -103,7 +103,6 @@ def _check_documents(documents: list[Any], path: str, several: bool) -> None:
     """
     if len(documents) - documents.count(None) > 1 and not several:
         raise UserError(f"{path}: several recipes, expected one; mergekit-multi runs several")
-    given = [d.get("name") for d in documents if isinstance(d, dict) and several]
     for document in documents:
         if not isinstance(document, dict):
             kind = type(document).__name__
@@ -114,12 +113,6 @@ def _check_documents(documents: list[Any], path: str, several: bool) -> None:
             config = MergeConfiguration.model_validate(plain)
             if several:
                 read_recipe(config)
-        for name, value in (document.get("parameters") or {}).items():
-            if isinstance(value, str) and value in given:
-                raise UserError(
-                    f"{path}: `{name}: {value}` is also the `name` of a document, which "
-                    "mergekit-multi replaces by its folder; rename the document"
-                )
 
 
 def merge_recipe(document: Document, out: str, *, out_shard_size: str, **options: Any) -> None:

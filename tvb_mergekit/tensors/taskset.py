@@ -142,26 +142,26 @@ def why_left_out(
     """
     if settings.excludes(name):
         return EXCLUDED
-    parts = [("the base", base), *((f"task {t}", p) for t, p in zip(tasks, models, strict=True))]
+    named = [("the base", base), *zip((f"task {task}" for task in tasks), models, strict=True)]
+    parts = [(who, part) for who, part in named if part is not None]
     for who, part in parts:
-        if part is not None and part.dtype in QUANTIZED:
+        if part.dtype in QUANTIZED:
             raise UserError(
                 f"tensor `{name}` of {who} is stored as {part.dtype}: quantized codes are not "
                 "weights; give an unquantized checkpoint, or leave the tensor out with `exclude`"
             )
     if missing := [task for task, part in zip(tasks, models, strict=True) if part is None]:
         return absent or f"missing in {listed(missing)}"
-    if all(part is not None and part.factors == () for part in models):
+    if all(part.factors == () for _, part in parts[1:]):
         return UNCHANGED
     for who, part in parts:
-        if part is not None and not part.dtype.is_floating_point:
+        if not part.dtype.is_floating_point:
             return f"not floating point in {who} ({str(part.dtype).removeprefix('torch.')})"
-    for task, part in zip(tasks, models, strict=True):
-        found = None if part is None else part.shape
-        if base.shape is not None and found is not None and found != base.shape:
+    for who, part in parts[1:]:
+        if base.shape is not None and part.shape is not None and part.shape != base.shape:
             layer = name.split(".")[-2] if "." in name else name
             raise UserError(
-                f"tensor `{name}`: task `{task}` has shape {list(found)}, the base "
+                f"tensor `{name}`: {who} has shape {list(part.shape)}, the base "
                 f"{list(base.shape)}; leave it to the base with `exclude: {layer}`, or for a "
                 "changed vocabulary align it with `tokenizer_source: base`"
             )
