@@ -67,7 +67,7 @@ class Checkpoint(Weights):
     shards: tuple[str, ...]
     tensors: dict[str, TensorInfo]
     _mapped: dict[str, object] = field(default_factory=dict, repr=False)
-    _reading: dict[str, OwnFile] = field(default_factory=dict, repr=False)  # at most one file
+    _local: Any = field(default_factory=threading.local, repr=False)
     _seen: dict[str, object] = field(default_factory=dict, repr=False)  # identities of the shards
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
@@ -133,20 +133,19 @@ class Checkpoint(Weights):
         chunk = out[: stop - start]
         if info.offset is None:  # a PyTorch file
             return chunk.copy_(self.tensor(name).view(-1)[start:stop])
-        with self._lock:  # the file closes when another one is open and no thread reads it
-            if info.shard not in self._reading:
-                self._check_unchanged(info.shard)
-                self._reading = {info.shard: OwnFile(os.fspath(self.folder / info.shard))}
-            file = self._reading[info.shard]
+        own = self._local  # a thread holds one file of each model open
+        if getattr(own, "shard", None) != info.shard:
+            self._check_unchanged(info.shard)
+            own.shard, own.file = info.shard, OwnFile(self.folder / info.shard)
+        own.file.seek(info.offset + start * info.dtype.itemsize)
         data: Any = chunk.view(torch.uint8).numpy()
-        place = info.offset + start * info.dtype.itemsize
-        while len(data):  # threads share the file; Linux reads 2 GB at most
-            if not (count := os.preadv(file.fileno(), [data], place)):
+        while len(data):  # Linux reads 2 GB at most
+            if not (count := own.file.readinto(data)):
                 raise UserError(
                     f"{self.folder / info.shard}: ends in tensor `{name}`; the file was changed "
                     "while it was read"
                 )
-            data, place = data[count:], place + count
+            data = data[count:]
         return chunk
 
     def _check_unchanged(self, shard: str) -> None:
