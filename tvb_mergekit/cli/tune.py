@@ -76,7 +76,7 @@ def tune(recipe: str, tasks: str, out: str, **values: Any) -> None:
     from tvb_mergekit.tune import run
     from tvb_mergekit.tune.tasks import Evaluation
 
-    options = model_options(values)
+    options = model_options(values).model_copy(update={"quiet": values["quiet"]})
     model = {
         "device": str(device_of(values.pop("device"))),
         "batch_size": values.pop("batch_size"),
@@ -86,8 +86,7 @@ def tune(recipe: str, tasks: str, out: str, **values: Any) -> None:
     own = {name: values.pop(name) for name in Evaluation.__dataclass_fields__ if name in values}
     own["metrics"] = dict(text.partition(":")[::2] for text in own["metrics"])
     names, brent = [name.strip() for name in tasks.split(",")], values.pop("search") == "brent"
-    found = run.tune(
-        recipe, names, Path(out), Evaluation(model, **own), options, brent=brent, **values
-    )
-    for line in [*run.report(found, Path(out)), f"Written to {out}"]:
+    evaluation, place = Evaluation(model, **own), Path(out)
+    found = run.tune(recipe, names, place, evaluation, options, brent=brent, **values)
+    for line in [*run.report(found, place), f"Written to {out}"]:
         click.echo(line)
