@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from coding_rows import CONALA, HUMANEVAL, MBPP
-from safety_rows import write_judge
+from rows import ROWS, write_judge
 from scripted import module, namespaces
 from transformers import AutoTokenizer
 
@@ -36,11 +35,11 @@ def refusal() -> str:
 
 
 def test_a_program_is_prompt_completion_and_tests() -> None:
-    assert programs.humaneval_program(HUMANEVAL[1], "\n    return ''\nif x") == (
-        HUMANEVAL[1]["prompt"].rstrip() + "\n    return ''\n\n"
+    assert programs.humaneval_program(ROWS["humaneval"][1], "\n    return ''\nif x") == (
+        ROWS["humaneval"][1]["prompt"].rstrip() + "\n    return ''\n\n"
         "def check(candidate):\n    assert candidate(['a', 'bcd', 'ef']) == 'bcd'\n\ncheck(longest)"
     )
-    assert programs.mbpp_program(MBPP[1], "x = 1\n<|/end") == (
+    assert programs.mbpp_program(ROWS["mbpp"][1], "x = 1\n<|/end") == (
         '"""\nWrite a function to count the vowels of a text.\nassert vowels(\'tree\') == 2\n"""\n'
         "x = 1\n\nassert vowels('tree') == 2\nassert vowels('') == 0\n"
     )
@@ -49,7 +48,7 @@ def test_a_program_is_prompt_completion_and_tests() -> None:
     assert programs.cut("a\n  if b", ("\ndef", "\nif")) == "a\n  if b"
     assert programs.cut("", ("\ndef",)) == ""
     # CoNaLa's own words where nobody has rewritten them
-    prompt = module("coding/conala").prompt(CONALA[1])
+    prompt = module("coding/conala").prompt(ROWS["conala"][1])
     assert f"\nInstruction:\nread a file by lines{19 * ' '}\nSolution:\n" in prompt
 
 
@@ -79,50 +78,11 @@ def test_a_tokenizer_that_makes_other_code_of_code_is_refused(tmp_path: Path) ->
     assert refused == {(True, True): True}
 
 
-# -------------------------------------------------------------------------------------- the sandbox
-
-ENDS = {  # program -> how it must end
-    "open('/etc/mergebench-test', 'w')": "FileNotFoundError: ",
-    "open('/mergebench-test', 'w')": "OSError: [Errno 30] Read-only file system: ",
-    "open('/usr/mergebench-test', 'w')": "OSError: [Errno 30] Read-only file system: ",
-    "open('/proc/self/status')": "FileNotFoundError: ",
-    "open('/etc/passwd')": "FileNotFoundError: ",
+ENDS = ROWS["endings"] | {  # program -> how it must end
     f"open({str(Path(__file__))!r})": "FileNotFoundError: ",
-    "import os\nos.chmod('/dev/null', 0o600)": "OSError: [Errno 30] Read-only file system: ",
-    "import os\nos.environ['HF_TOKEN']": "KeyError: 'HF_TOKEN'",
-    "input()": "EOFError: ",
-    "bytearray(100 * 2**30)": "MemoryError: ",
-    "open('big', 'wb').write(bytes(17 * 2**20))": "OSError: [Errno 27] File too large",
-    "for i in range(9): open(str(i), 'wb').write(bytes(15 * 2**20))": "OSError: [Errno 28] ",
-    "import os\nwhile True: os.fork()": "BlockingIOError: [Errno 11] ",
-    "import os\ntry: os.setuid(0)\nexcept OSError: raise PermissionError": "PermissionError: ",
-    "import os\nos.unshare = 0\nos.chroot('/')": "PermissionError: ",
-    # verdicts that are not the program's to give
-    "raise SystemExit(0)": "SystemExit: 0",
-    "import os\nos._exit(0)": "ended before its last line",
-    "import os\nprint('passed')\nos.write(1, b'passed')\nassert False": "AssertionError",
-    "import os\nos.write(3, b'passed')\nos._exit(0)": "passed",
-    "import os\nfor i in range(3, 99):\n  try: os.write(i, b'x')\n  except OSError: pass\n": "x",
-    "import builtins\nbuiltins.BaseException = ()\nassert False": "ended before its last line",
-    "import builtins\nbuiltins.AssertionError = KeyError\nassert 1 == 2": "AssertionError",
-    "AssertionError = KeyboardInterrupt = None\nassert 1 == 2": "AssertionError",
-    "import os, signal\nos.kill(0, signal.SIGKILL)\nassert False": "AssertionError",
-    "class E(Exception):\n  __str__ = None\nraise E": "ended before its last line",
     "x = '\ud800'": "UnicodeEncodeError: ",
-    "def total(xs: List[int]) -> int: return sum(xs)": "NameError: name 'List' is not defined",
     "import ctypes\nctypes.string_at(0)": f"killed by signal {int(signal.SIGSEGV)}",
 }
-PASS = [
-    "",
-    "assert __name__ == 'builtins'",  # as with bigcode's empty globals
-    "open('a', 'w').write('b')\nassert open('/tmp/a').read() == 'b'",
-    "import numpy\nassert (numpy.ones((9, 9)) @ numpy.ones(9)).sum() == 81",
-    "import sys\nassert sys.stdin.read() == ''\nprint('x' * 10**7)",
-    "import os\nassert os.system('exit 3') == 3 << 8",
-    "open('/dev/null', 'w').write('x')",
-    # each finds its folder empty: the second one too
-    *2 * ["import os\nassert 'left' not in os.listdir()\nopen('left', 'w').close()"],
-]
 
 
 def test_what_a_program_may_and_may_not_do(isolated: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +90,7 @@ def test_what_a_program_may_and_may_not_do(isolated: None, monkeypatch: pytest.M
     for program, end in ENDS.items():
         found = programs.run(program, 10)
         assert found.startswith(f"failed: {end}"), (program, found)
-    for program in PASS:
+    for program in ROWS["passing"]:
         assert programs.run(program, 10) == "passed", program
     for place in ("/etc/mergebench-test", "/mergebench-test", "/usr/mergebench-test"):
         assert not Path(place).exists()
@@ -180,26 +140,12 @@ def test_no_process_outlives_its_program(bare, isolated, monkeypatch):
     assert not running(str(seconds))
 
 
-# ------------------------------------------------------------- a machine that cannot, or need not
-
-
-BARE = {
-    "import os\nassert os.listdir() == []\nopen('a', 'w').close()": "passed",
-    "import os\nassert os.getpgrp() == os.getpid() == os.getsid(0)": "passed",
-    "bytearray(100 * 2**30)": "failed: MemoryError: ",
-    "while True: pass": "failed: timed out",
-    "import os\nos.environ['HF_HOME']": "failed: KeyError: 'HF_HOME'",
-    "import os, time\nos.kill(os.getppid(), 9)": "failed: killed its sandbox by signal 9",
-    "import os, time\nos.kill(os.getppid(), 19)\nos.fork()\ntime.sleep(30)": "failed: timed out",
-}
-
-
 def test_bare_programs_have_limits_and_a_folder(monkeypatch):
     monkeypatch.setenv("MERGEBENCH_UNSAFE_NO_SANDBOX", "1")
     monkeypatch.setattr(programs, "MORE_SECONDS", 1)
     before = set(Path(tempfile.gettempdir()).glob("mergebench-*"))
     seconds = 2 + os.getpid() / 1e7
-    for program, end in BARE.items():
+    for program, end in ROWS["bare"].items():
         assert programs.run(program, seconds) == end, program
     deadline = time.monotonic() + 15
     while running(str(seconds)) and time.monotonic() < deadline:
@@ -221,7 +167,7 @@ def test_machines_that_cannot_isolate_are_told_why(monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(programs, "SANDBOX", failing)
         with pytest.raises(OSError, match="status 1: unshare: Operation not permitted"):
-            programs.judge_mbpp([["x = 1"] * 3], [MBPP[0]])  # never a score of 0
+            programs.judge_mbpp([["x = 1"] * 3], [ROWS["mbpp"][0]])  # never a score of 0
     monkeypatch.setattr(programs.sys, "platform", "darwin")
     assert refusal().startswith("MergeBench's code tasks need Linux, this is darwin: ")
 

@@ -16,68 +16,26 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+import rows
 from click.testing import CliRunner
-from coding_rows import stage_coding
-from safety_rows import (
-    KEYWORD,
-    PARSE_ERRORS,
-    RESPONSES,
-    SCORES,
-    TASKS,
-    stage_safety,
-)
 from scripted import MERGEBENCH, lm_eval, module, namespaces
-from text_rows import ANSWERS, LANGUAGES, MMLU_STEM, stage_text
 
 from tvb_mergekit.cli import commands
 
-PROMPTS = Path(__file__).with_name("prompts.md")
+PROMPTS = Path(__file__).with_name("prompts.txt")
 CATEGORIES = ("instruction", "math", "multilingual", "coding", "safety")
 STOCK = {
     "mergebench_ifeval": "ifeval",
     "mergebench_gsm8k": "gsm8k_cot",
     "mergebench_val_math": "mmlu_stem",
     "mergebench_val_multilingual": "lambada_openai",
-    **{f"mergebench_mmlu_{language}": f"m_mmlu_{language}" for language in LANGUAGES},
-    **{f"mergebench_arc_{language}": f"arc_{language}" for language in LANGUAGES},
-    **{f"mergebench_hellaswag_{language}": f"hellaswag_{language}" for language in LANGUAGES},
-}
-RIGHT = "\n    return a + b\n"
-# completion -> does it pass; the first ones again where they are fewer than ten
-ADD = {
-    RIGHT: True,
-    "\n    return a - b\n": False,
-    "": False,
-    "\n    return a +\n": False,
-    RIGHT + "\ndef broken(:\n": True,  # cut at a stop
-    "\n    return a + b```\n": False,  # not a stop: no new line before it
-    RIGHT + "\n```\nThis adds them.": True,
-}
-LONGEST = {
-    "\n    return max(words, key=len)": True,
-    "\n    return words[1]<file_sep>x y z": True,
-    "\n    return sorted(words)[1]\nprint(1 / 0)": True,
-    "\n    import sys\n    sys.modules.clear()\n    return ''": False,
-    "\n    return sorted(words, key=len)[-1]\n@wraps\n": True,
-    "\n    return words[-1]": False,
-    "\nreturn 'bcd'": False,
-    "\n    return 'bcd'\nassert 1 == 2": False,  # a stop of MBPP+ alone
-    "\n    return 'bcd'\nclass Word(str): nonsense": True,
-}
-DOUBLE = {
-    "def double(n):\n    return 2 * n\n": True,
-    "def double(n):\n    return n * n\n": False,  # only the "+" tests notice
-    "def double(n):\n    return 2 ** n\n": False,
-    "open('mine', 'w').write('!')\ndef double(n):\n    return 2 * n\n": True,
-    "def double(n):\n    return n + n\nassert double(3) == 7\n": True,
-    'def double(n):\n    return n + n\n"""': True,
-    "def double(n):\n    return n + n\n# 1 + \ndef other(:": False,  # stops of HumanEval+ alone
-}
-CODE = [
-    ("mergebench_humaneval_plus", 0, "The sum of a and b", ADD),
-    ("mergebench_humaneval_plus", 1, "The longest", LONGEST),
-    ("mergebench_mbpp_plus", 0, "double a number", DOUBLE),
-]
+    **{f"mergebench_{task}_{language}": f"{stock}_{language}" for language in rows.LANGUAGES
+       for task, stock in (("mmlu", "m_mmlu"), ("arc", "arc"), ("hellaswag", "hellaswag"))},
+}  # fmt: skip
+# Task, row, a text of its prompt, completion -> does it pass; below ten the first ones again
+CODE = [(task, row, text, dict(programs)) for (task, row), (text, programs) in
+        zip([("mergebench_humaneval_plus", 0), ("mergebench_humaneval_plus", 1),
+             ("mergebench_mbpp_plus", 0)], rows.ROWS["programs"].items(), strict=True)]  # fmt: skip
 ISOLATED = namespaces()
 PROGRAMS = 10 if ISOLATED else 1  # of an item that differ: the first one is harmless
 
@@ -85,18 +43,18 @@ PROGRAMS = 10 if ISOLATED else 1  # of an item that differ: the first one is har
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home")
-    stage_text(home)
-    stage_coding(home)
+    rows.stage_text(home)
+    rows.stage_coding(home)
     said = {text: list(found)[:PROGRAMS] for _, _, text, found in CODE}
     said |= {"vowels": ["def vowels(text):\n    return 2"], "by lines": ["open('f').read()"]}
     said |= {"sort list": [" x.sort()\n\nInstruction:"]}
     groups = ("mergebench", "mergebench_val", "mergebench_safety_keyword", *STOCK.values())
     done = lm_eval(
-        home, RESPONSES | said | ANSWERS, "--tasks", ",".join(groups),
+        home, rows.RESPONSES | said | rows.ANSWERS, "--tasks", ",".join(groups),
         "--include_path", MERGEBENCH.parent, "--confirm_run_unsafe_code",
         "--output_path", home / "out", "--log_samples",
         HF_TOKEN="hf_secret", MERGEBENCH_UNSAFE_NO_SANDBOX="0" if ISOLATED else "1",
-        **stage_safety(home),
+        **rows.stage_safety(home),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return home / "out"
@@ -114,28 +72,24 @@ def samples(out: Path, task: str) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda sample: int(sample["doc_id"]))
 
 
-# ------------------------------------------------------------------------------------------ scores
-
-
 def passing(verdicts: dict[str, bool]) -> float:
     every = itertools.cycle([*verdicts.values()][:PROGRAMS])
     return sum(itertools.islice(every, 10)) / 10
 
 
 def test_scores_are_those_computed_by_hand(found: Any) -> None:
-    humaneval, mbpp = (passing(ADD) + passing(LONGEST)) / 2, passing(DOUBLE) / 2
+    add, longest, double = (passing(verdicts) for *_, verdicts in CODE)
+    humaneval, mbpp = (add + longest) / 2, double / 2
     # x . sort ( ) is as meant; open ( 'f' ) . read ( ) shares 7 of 8, 5 of 7, 3 of 6 and 2 of 5.
     shares = 13 / 14 * 10 / 12 * 7 / 10 * 5 / 8
     expected = {
         "mergebench_ifeval": 1 / 4,
         "mergebench_gsm8k": 11 / 19,
         "mergebench_math_hendrycks": 5 / 8,
-        **dict.fromkeys((f"mergebench_arc_{language}" for language in LANGUAGES), 3 / 5),
-        **dict.fromkeys((f"mergebench_hellaswag_{language}" for language in LANGUAGES), 2 / 4),
-        "mergebench_mmlu_fr": 2 / 4,
-        "mergebench_mmlu_de": 2 / 4,
-        "mergebench_mmlu_es": 1 / 4,
-        "mergebench_mmlu_ru": 1 / 4,
+        **{f"mergebench_arc_{language}": 3 / 5 for language in rows.LANGUAGES},
+        **{f"mergebench_hellaswag_{language}": 2 / 4 for language in rows.LANGUAGES},
+        **{f"mergebench_mmlu_{language}": 2 / 4 for language in ("fr", "de")},
+        **{f"mergebench_mmlu_{language}": 1 / 4 for language in ("es", "ru")},
         "mergebench_humaneval_plus": humaneval,
         "mergebench_mbpp_plus": mbpp,
         "mergebench_instruction": 1 / 4,
@@ -146,7 +100,7 @@ def test_scores_are_those_computed_by_hand(found: Any) -> None:
         "mergebench_val_math": 20 / 41,
         "mergebench_val_multilingual": 1 / 3,
         "mergebench_val_coding": math.exp(1 - 15 / 13) * shares**0.25,
-        **SCORES,
+        **rows.SCORES,
     }
     values = {
         name: task["score,none"] for name, task in found["results"].items() if "score,none" in task
@@ -172,7 +126,7 @@ def test_the_other_metrics(found: Any) -> None:
     for task, text in OTHER.items():
         for metric, value in zip(text.split()[::2], text.split()[1::2], strict=True):
             assert results[task][f"{metric},none"] == pytest.approx(float(Fraction(value))), task
-    for task, share in PARSE_ERRORS.items():
+    for task, share in rows.PARSE_ERRORS.items():
         assert results[task]["parse_error,none"] == pytest.approx(share), task
     perplexity = results["mergebench_val_multilingual"]["perplexity,none"]
     assert perplexity == pytest.approx(math.exp(200 / 3))
@@ -180,18 +134,18 @@ def test_the_other_metrics(found: Any) -> None:
 
 def test_scores_by_keywords_are_under_another_name(found: Any) -> None:
     results = found["results"]
-    for task, score in KEYWORD.items():
+    for task, score in rows.KEYWORD.items():
         for name in (task, f"{task}_keyword"):
             assert results[name]["score,keyword"] == pytest.approx(score)
         assert not [key for key in results[f"{task}_keyword"] if key.endswith(",none")]
         assert "parse_error,keyword" not in results[task]
     group = results["mergebench_safety_keyword"]
-    assert group["score,keyword"] == pytest.approx(fmean(KEYWORD.values()))
+    assert group["score,keyword"] == pytest.approx(fmean(rows.KEYWORD.values()))
     assert "score,none" not in group and "score,keyword" not in results["mergebench_safety"]
 
 
 def test_each_safety_item_is_judged_as_by_hand(out: Path) -> None:
-    for task, items in TASKS.items():
+    for task, items in rows.TASKS.items():
         for name, wanted in (("none", "right"), ("keyword", "by_phrase")):
             kept = [sample for sample in samples(out, task) if sample["filter"] == name]
             scored = {sample["doc"]["prompt"]: sample["score"] for sample in kept}
@@ -208,8 +162,7 @@ def test_each_of_ten_programs_is_judged(out, task, row, text, expected):
 
 
 def test_the_table_of_these_results(out: Path, found: Any, tmp_path: Path) -> None:
-    """The specialists' column from the same file: the model's normalized accuracy is 100. And each
-    task has samples that can be paired, with those of a second model that is the same."""
+    """With specialists from the same file the normalized accuracy is 100; samples can be paired."""
     words = ["score", "--benchmark", "mergebench", "--specialist", str(out)]
     words += [f"merged={out}", f"other={shutil.copytree(out, tmp_path / 'other')}"]
     done = CliRunner().invoke(commands.main, [*words, "--out", str(tmp_path)])
@@ -227,19 +180,13 @@ def test_the_table_of_these_results(out: Path, found: Any, tmp_path: Path) -> No
     gsm8k = merged["tasks"]["mergebench_gsm8k"]
     # a sample's standard deviation over sqrt(19)
     assert gsm8k["stderr"] == pytest.approx(100 * math.sqrt(11 / 19 * 8 / 19 / 18))
-    expected = {"n-shot": "8", "the task's version": "1.0", "the number of items": "19"}
-    assert expected.items() <= gsm8k["origin"]["settings"].items()
-    assert gsm8k["origin"]["limited"] is None
-
-
-# ----------------------------------------------------------------------------------------- prompts
 
 
 @pytest.mark.parametrize("ours", STOCK)
 def test_stock_tasks_get_the_same_prompts_and_values(out: Path, found: Any, ours: str) -> None:
     mine = {sample["doc_id"]: sample for sample in samples(out, ours)}
     if ours == "mergebench_val_math":
-        subjects = [samples(out, f"mmlu_{subject}") for subject in sorted(MMLU_STEM)]
+        subjects = [samples(out, f"mmlu_{subject}") for subject in sorted(rows.MMLU_STEM)]
         stock = [sample for subject in subjects for sample in subject]
         values = [found["results"][name] for name in (ours, "mmlu_stem")]
         assert values[0]["score,none"] == pytest.approx(values[1]["acc,none"])
@@ -299,31 +246,13 @@ def test_prompts_are_those_of_the_file(out: Path, found: Any) -> None:
     assert text == PROMPTS.read_text(encoding="utf-8")
 
 
-# -------------------------------------------------------------------------------- answers to GSM8K
-
-GSM8K = [  # reference, response, is it right by lm-eval's flexible reading, and by `flexible`?
-    ("72", r"So it is $\boxed{72}$.", 0, 1),
-    ("72", r"So it is $\boxed{73}$.", 0, 0),
-    ("72", r"The answer is $\boxed{\$72.00}$.", 0, 1),
-    ("1,072", r"\[ \boxed{1\,072 \text{ m}^2} \]", 0, 1),
-    ("72", r"\boxed{3 \cdot 24 = 72}, of 80.", 0, 1),
-    ("-72", r"$\boxed{-72}$.", 0, 1),
-    ("0", r"$\boxed{0}$.", 0, 1),
-    ("72", r"$\boxed{7}$2$.", 0, 0),
-    ("72", "**Answer:** 72 eggs, as 70 + 2.", 0, 1),
-    ("72", "The answer is 60 + 12 = 72.", 1, 1),  # what lm-eval reads counts too
-]
-
-
 def test_answers_to_gsm8k_in_boxes() -> None:
     score = module("math/gsm8k_score").score
-    for reference, response, *expected in GSM8K:
+    for reference, response, *expected in rows.ROWS["boxes"]:
         found = score({"answer": f"#### {reference}"}, [response])
         assert [found["score"], found["flexible"]] == expected, response
         assert found["score"] == found["exact_match_flexible"]
 
-
-# --------------------------------------------------------------------------------- answers to MATH
 
 answers = module("math/math_answers")
 
@@ -365,22 +294,13 @@ def test_what_cannot_be_computed_is_not_equal(monkeypatch: pytest.MonkeyPatch) -
     assert answers.equal("1", "2/2") is True  # and the next comparison is made
 
 
-ENDLESS = [  # each cost seconds, by its square
-    "**a **", "$", "$$", r"\(", r"\[", "**a", "__a ", "`", "The answer is $", "The answer is **a ",
-    "1", "1,", "The answer is 1", "answer to ", r"\boxed{", r"\boxed", "herefore",
-    "is the ans", "-", "not ",
-]  # fmt: skip
-
-
 def test_the_answer_is_found_in_time() -> None:
-    for text in ENDLESS:
+    for text in rows.ROWS["endless"]:  # each cost seconds, by its square
         for response in (text * 2048, "The answer is " + text * 2048, r"\(" + text * 2048):
             start = time.process_time()
             answers.find_answer(response), answers.find_answer_flexibly(response)
             assert time.process_time() - start < 3, response[:40]
 
-
-# -------------------------------------------------------------------------------------------- BLEU
 
 conala = module("coding/conala")
 
