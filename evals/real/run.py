@@ -1,162 +1,190 @@
-"""The runs of evals/real, for cells."""
+"""A base and its specialists, and the scores of any weights."""
 
 from __future__ import annotations
 
-import hashlib
+import math
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
 from peft import PeftModel
-from safetensors.torch import save_file
-from study import run
-from study.cells import Source, fingerprint
-from study.run import Doc, Scores
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import tvb_mergekit
+from real.cells import Cell, Scores
 from real.model import LONGEST, Example, answers, autocast, encode, endings, evaluate, predict
-from real.tasks import GRADED, OUTSIDE, SHIPPED, TASKS, Item, metric, read
+from real.tasks import GRADED, Item, metric, read
 
+Weights = dict[str, Tensor]
 GENERATED = (*GRADED, "geoquery_sql")  # other answers than the expected one count, too
 SPOKEN = 50  # items of such a task, which cost as much as hundreds of others
 TEXT = "subj/raw/data__raw__subj.objective"  # of no task with a specialist
 LINES = 200  # of it
 
 
-class Run(run.Run):
-    """SmolLM2 and its specialists.
+class Run:
+    """SmolLM2 and its specialists of one seed and kind.
 
-    Full fine-tunes stay on disk, and the weights of merges are rounded to bfloat16, as users store
-    them. Merges of adapters are scored in float32: bfloat16 would round the adapters away.
+    Specialists stay on disk. The weights of merged full fine-tunes are rounded to bfloat16, as
+    users store them. Merges of adapters are scored in float32: bfloat16 would round adapters away.
+
+    Attributes:
+        base: theta_0 in float32; a tied tensor is held once.
+        folders: task -> the folder of a whole model, with adapters fused.
+        own: the folder of the base.
     """
 
-    unseen = OUTSIDE
-
     def __init__(
-        self, out: Path, data: Path, seed: int, kind: str, device: str, tasks: tuple[str, ...]
+        self, out: Path, data: Path, seed: int, kind: str, tasks: Sequence[str], device: str
     ) -> None:
-        base, self.data = out / "base", data
-        self.tokenizer = AutoTokenizer.from_pretrained(base)
+        self.own, self.data, self.device = out / "base", data, device
+        self.tokenizer = AutoTokenizer.from_pretrained(self.own)
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        self.rounded = full = kind == "full"
-        loaded = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        super().__init__(loaded.eval(), device)
-        folders = {task: out / f"seed{seed}" / kind / task for task in tasks}
-        files = (file for place in folders.values() for file in place.glob("*.safetensors"))
-        self.held = sum(file.stat().st_size for file in files)
-        self.places = {"base": str(base.resolve())}
-        if not full:
-            self.fused = tempfile.TemporaryDirectory()  # too many for the memory
-            folders = {task: self._adapted(base, place) for task, place in folders.items()}
-        self.models = folders
-        self.places |= {task: str(place.resolve()) for task, place in folders.items()}
-        self.splits = lru_cache(lambda task: read(data, task))
+        loaded = AutoModelForCausalLM.from_pretrained(self.own, dtype=torch.float32)
+        self.model: Any = loaded.eval().to(device)
+        self.base = weights_of(self.model)
+        self.dtype = torch.bfloat16 if kind == "full" else torch.float32
+        self.folders = {task: out / f"seed{seed}" / kind / task for task in tasks}
+        if kind != "full":
+            self.fused = tempfile.TemporaryDirectory()
+            self.folders = {task: self._fused(place) for task, place in self.folders.items()}
+        self.tasks = tuple(tasks)
+        self.ends = endings(self.tokenizer)
+        self.items: Callable[[str, str], list[Item]] = cache(lambda t, split: read(data, t)[split])
 
-    def _adapted(self, base: Path, adapter: Path) -> Path:
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        weights = self.weights(PeftModel.from_pretrained(model, adapter).merge_and_unload())
+    def _fused(self, adapter: Path) -> Path:
+        model = AutoModelForCausalLM.from_pretrained(self.own, dtype=torch.float32)
+        weights = weights_of(PeftModel.from_pretrained(model, adapter).merge_and_unload())
         folder = Path(self.fused.name) / adapter.name
         folder.mkdir()
-        shutil.copy(base / "config.json", folder)
+        shutil.copy(self.own / "config.json", folder)
         save_file(weights, folder / "model.safetensors")
         return folder
 
-    def set(self, weights: Mapping[str, Tensor]) -> None:
-        if self.rounded:
-            weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
-        super().set(weights)
+    def built(self, cell: Cell, store: Path | None = None, **more: Any) -> tvb_mergekit.Bases:
+        """The bases of a cell, as the library builds them."""
+        keys: dict[str, Any] = {"basis": cell["basis"]}
+        if cell["basis"] != "none":
+            keys |= {"num_bases": cell["num_bases"], "seed": cell["seed"]}
+        given: dict[str, Any] = {"dtype": torch.float32, "device": self.device} | keys | more
+        return tvb_mergekit.build(self.base, self.folders, store, **given)
 
-    @cached_property
-    def ends(self) -> Tensor:
-        return endings(self.tokenizer)
+    # ------------------------------------------------------------------------------------ vectors
 
-    def items(self, task: str, split: str) -> list[Doc]:
-        found = self.splits(task)[split]
-        return [{"task": task, "split": split, "prompt": item.prompt, "answer": item.response}
-                for item in found]  # fmt: skip
+    def task_vector(self, task: str) -> Weights:
+        found = load_file(self.folders[task] / "model.safetensors", self.device)
+        return difference(found, self.base)
 
-    def pack(self, docs: Sequence[Doc]) -> list[tuple[Doc, Example]]:
-        items = [Item(doc["prompt"], doc["answer"]) for doc in docs]
-        return list(zip(docs, encode(self.tokenizer, items), strict=True))
+    def total(self, tasks: Iterable[str]) -> Weights:
+        """The sum of some task vectors."""
+        found = {name: torch.zeros_like(tensor) for name, tensor in self.base.items()}
+        for task in tasks:
+            for name, tensor in self.task_vector(task).items():
+                found[name] += tensor
+        return found
 
-    def ask(self, packed: list[tuple[Doc, Example]]) -> Scores:
-        """Exact match by one pass; for test items of GENERATED the metric of generated answers.
+    def shifted(self, scale: float, vector: Mapping[str, Tensor]) -> Weights:
+        """theta_0 + scale * vector."""
+        return {n: tensor + scale * vector[n].to(tensor) for n, tensor in self.base.items()}
+
+    # ------------------------------------------------------------------------------------- scores
+
+    def put(self, weights: Mapping[str, Tensor]) -> None:
+        """Write weights into the model, as precise as users would store them."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(weights[name].to(self.dtype))
+
+    def scores(
+        self, weights: Mapping[str, Tensor], split: str, tasks: Iterable[str], count: int
+    ) -> Scores:
+        """The scores of the first items of a split."""
+        self.put(weights)
+        return self.ask(self.model, split, tasks, count)
+
+    def ask(
+        self, model: Any, split: str, tasks: Iterable[str], count: int,
+        begin: Callable[[Tensor | None], None] = lambda prompts: None,
+    ) -> Scores:  # fmt: skip
+        """The scores of a model: exact match by one pass, or the metric of generated answers.
 
         Validation items, which choose coefficients, are not generated. Graded tasks have the share
         of right tokens there.
-        """
-        found: Scores = {doc["task"]: [] for doc, _ in packed}
-        spoken = [task for task in GENERATED
-                  if any((d["task"], d["split"]) == (task, "test") for d, _ in packed)]  # fmt: skip
-        once = [(doc, e) for doc, e in packed if doc["task"] not in spoken]
-        shares, _ = evaluate(self.model, [e for _, e in once], self.ends, self.begin)
-        self.begin(None)  # generation passes prompts alone
-        for (doc, _), share in zip(once, shares, strict=True):
-            graded = doc["task"] in GRADED
-            found[doc["task"]].append(share if graded else float(share == 1))
-        for task in spoken:
-            some = [(doc, e) for doc, e in packed if doc["task"] == task][:SPOKEN]
-            most = min(LONGEST, max(len(e.ids) - e.start for _, e in some))
-            prompts = [doc["prompt"] for doc, _ in some]
-            said = answers(self.model, self.tokenizer, prompts, self.ends, most)
-            score = metric(self.data, task)
-            found[task] = [score(a, d["answer"]) for a, (d, _) in zip(said, some, strict=True)]
-        return found
 
-    def loss(
-        self, weights: Mapping[str, Tensor], docs: Sequence[Doc], exact: bool = False
-    ) -> Tensor:
+        Args:
+            begin: is called before a pass with the tokens of the prompts, and at the end with None.
+        """
+        found: Scores = {}
+        once = [task for task in tasks if split != "test" or task not in GENERATED]
+        items = {task: self.items(task, split)[:count] for task in tasks}
+        pairs = [(t, e) for t in once for e in encode(self.tokenizer, items[t])]
+        shares, _ = evaluate(model, [example for _, example in pairs], self.ends, begin)
+        begin(None)  # generation passes prompts alone
+        for (task, _), share in zip(pairs, shares, strict=True):
+            found.setdefault(task, []).append(share if task in GRADED else float(share == 1))
+        for task in (task for task in tasks if task not in once):
+            some, score = items[task][:SPOKEN], metric(self.data, task)
+            most = max(len(e.ids) - e.start for e in encode(self.tokenizer, some))
+            prompts = [item.prompt for item in some]
+            said = answers(model, self.tokenizer, prompts, self.ends, min(LONGEST, most))
+            found[task] = [score(a, i.response) for a, i in zip(said, some, strict=True)]
+        return {task: found[task] for task in tasks}
+
+    def loss(self, weights: Mapping[str, Tensor], items: Sequence[Item]) -> Tensor:
+        """The mean loss of the responses in float32, through which gradients flow to weights."""
+
         def call(**inputs: Any) -> Any:
             return functional_call(self.model, dict(weights), (), inputs)
 
-        with autocast(self.model.device, exact):
-            logits, tokens = predict(call, [e for _, e in self.pack(docs)], self.model.device)
+        with autocast(self.model.device, exact=True):
+            logits, tokens = predict(call, encode(self.tokenizer, items), self.model.device)
         return cross_entropy(logits.float(), tokens)
 
-    def losses(self, weights: Mapping[str, Tensor], task: str, items: int) -> float:
-        """The mean loss of a token of the test answers."""
-        self.set(weights)
-        packed = self.pack(self.items(task, "test")[:items])
-        return evaluate(self.model, [example for _, example in packed], self.ends)[1]
+    def test_loss(self, weights: Mapping[str, Tensor], task: str, count: int) -> float:
+        """The mean loss of a token of the test responses."""
+        self.put(weights)
+        examples = encode(self.tokenizer, self.items(task, "test")[:count])
+        return evaluate(self.model, examples, self.ends)[1]
 
-    def own(self, weights: Mapping[str, Tensor]) -> float:
+    def text_loss(self, weights: Mapping[str, Tensor]) -> float:
         """The mean loss of a token of plain English sentences."""
         lines = (self.data / TEXT).read_text(encoding="latin-1").splitlines()[:LINES]
         texts = [Example(ids, 1) for ids in self.tokenizer(lines)["input_ids"]]
-        self.set(weights)
+        self.put(weights)
         return evaluate(self.model, texts, self.ends)[1]
 
 
-def trained(
-    out: Path, data: Path, seed: int, kind: str, device: str, tasks: tuple[str, ...] = TASKS
-) -> Source:
-    """The specialists of a seed and kind.
+def weights_of(model: torch.nn.Module) -> Weights:
+    return {name: tensor.detach().clone().float() for name, tensor in model.named_parameters()}
 
-    Raises:
-        click.ClickException: some are not trained.
-    """
-    folders = [out / f"seed{seed}" / kind / task for task in tasks]
-    lacking = [place for place in (out / "base", *folders) if not place.exists()]
-    if lacking:
-        raise click.ClickException(
-            f"{len(lacking)} folders are missing, first {lacking[0]}: "
-            f"run python evals/real/train.py --data {data} --out {out} --only 'seed{seed}/{kind}/*'"
-        )
-    models = fingerprint([out / "base", *folders])
-    models += fingerprint([data / task for task in (*tasks, *OUTSIDE)], ("t*.jsonl",))
-    models += fingerprint([out / "base"], ("tokenizer*.json", "generation_config.json"))
-    label = kind if len(tasks) == len(TASKS) else f"{kind}-{len(tasks)}"
-    if tasks not in (TASKS, SHIPPED):
-        label += "-" + hashlib.sha256(" ".join(tasks).encode()).hexdigest()[:4]
-    cells = out / f"seed{seed}" / "cells" / label
-    arguments = (out, data, seed, kind, device, tasks)
-    return Source(Run, arguments, cells, models, device, ("real", label, seed))
+
+def means(scores: Scores) -> dict[str, float]:
+    return {task: sum(each) / len(each) for task, each in scores.items()}
+
+
+def mean(scores: Scores, tasks: Iterable[str]) -> float:
+    """The mean over tasks; equal counts of right answers give equal means in any order."""
+    found = [*map(means(scores).__getitem__, tasks)]
+    return round(sum(found) / len(found), 9)
+
+
+def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Weights:
+    """one - other in float32, where `other` is: what the library returns is on the CPU."""
+    return {name: one[name].to(tensor) - tensor for name, tensor in other.items()}
+
+
+def norm(vector: Mapping[str, Tensor]) -> float:
+    return math.sqrt(inner(vector, vector))
+
+
+def inner(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    return sum(float((one[name].double() * other[name].double()).sum()) for name in one)

@@ -1,56 +1,78 @@
 #!/usr/bin/env python
 r"""Measure merges, bases and stores of SmolLM2's specialists, and report it.
 
-    python evals/real/train.py --data DATA --out real-runs      # first: the specialists
-    python evals/real/study.py --data DATA --out real-runs --seeds 0 --part paper --part merges
-    python evals/real/study.py --data DATA --out real-runs --seeds 0,1 --as-is \
-        --report evals/real/results --page evals/real/RESULTS.md
+    python evals/real/train.py --data real-data --out real-runs --seed 0   # first: the specialists
+    python evals/real/study.py --data real-data --out real-runs --models full --seed 0 \
+        --part merges --part few
+    python evals/real/study.py                                             # the page alone
 
-Every cell of `plan.py` gets a file, so the same command resumes after an interruption. `--bill`
-says what is missing, and how long it will take.
+Each new cell gets a line of `cells.jsonl`, and the tables of evals/RESULTS.md are renewed. The same
+command goes on after an interruption. `--list` prints the cells that are missing.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import click
-from study.cells import Record
-from study.command import FOLDER, Asked, study_options
+import torch
+from tqdm import tqdm
+from transformers.utils import logging
 
-from real.plan import PLANS, parts, reference
-from real.run import trained
-from real.sheets import write
-from real.tasks import SHIPPED, TASKS
+from real import cells, tables
+from real.plan import KINDS, MODELS, parts
+from real.run import Run
 
-PARTS = tuple(parts(PLANS["small"], 1.0))
-METHODS = {"full": ("full", TASKS), "full-8": ("full", SHIPPED), "lora16": ("lora16", TASKS),
-           "lora4": ("lora4", SHIPPED)}  # fmt: skip
+HERE = Path(__file__).resolve().parent
+FOLDER = click.Path(file_okay=False, path_type=Path)
+FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command(epilog="Example: python evals/real/study.py --data DATA --seeds 0 --part paper")
-@study_options(PLANS, "full", "real-runs", METHODS, PARTS)
-@click.option("--data", type=FOLDER, required=True, help="The folder that get_data.py made.")
-@click.option("--tasks", metavar="TASK,...", help="Only these of the method's tasks.")
-def main(asked: Asked, data: Path, tasks: str | None) -> None:
-    """Measure merges, bases and stores of real specialists, and report it."""
-
-    def records(method: str, seed: int) -> list[Record]:
-        kind, every = METHODS[method]
-        some = tuple(task for task in every if tasks is None or task in tasks.split(","))
-        if unknown := {*(tasks or "").split(",")} - {"", *every}:
-            raise click.ClickException(f"--tasks: {method} has no {', '.join(sorted(unknown))}")
-        plan = replace(PLANS[asked.preset], tasks=len(some), adapters=kind != "full")
-        source = trained(asked.out, data, seed, kind, asked.device, some)
-        return asked.measured(source, reference(plan), lambda shipped: parts(plan, shipped))
-
-    asked.finish(records, write)
+@click.command(epilog="Example: python evals/real/study.py --data real-data --part merges")
+@click.option("--data", type=FOLDER, help="The folder of get_data.py. Without it: report alone.")
+@click.option("--out", type=FOLDER, default="real-runs", show_default=True,
+              help="The folder of train.py.")  # fmt: skip
+@click.option("--models", type=click.Choice([*MODELS]), default="full", show_default=True)
+@click.option("--seed", default=0, show_default=True, help="Of the training.")
+@click.option("--part", "wanted", type=click.Choice([*parts(8)]), multiple=True,
+              default=("reference",), show_default=True, help="May be repeated.")  # fmt: skip
+@click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+@click.option("--list", "listing", is_flag=True, help="Print the missing cells alone.")
+@click.option("--cells", "kept", type=FILE, default=HERE / "cells.jsonl", help="All cells so far.")
+@click.option("--page", type=FILE, default=HERE.parent / "RESULTS.md", help="Has marked tables.")
+def main(
+    data: Path | None, out: Path, models: str, seed: int, wanted: tuple[str, ...], device: str,
+    listing: bool, kept: Path, page: Path,
+) -> None:  # fmt: skip
+    """Measure missing cells of some models, and renew the tables of the page."""
+    records = cells.read(kept)
+    if data is not None:
+        logging.disable_progress_bar()
+        kind, tasks = MODELS[models]
+        folders = [out / f"seed{seed}" / kind / task for task in tasks]
+        lacking = [str(folder) for folder in (out / "base", *folders) if not folder.exists()]
+        if lacking:
+            raise click.ClickException(f"run evals/real/train.py first: no {lacking[0]}")
+        weights = cells.fingerprint([out / "base", *folders])
+        place = out / f"seed{seed}" / "cells" / models
+        asked = [cell for part in dict.fromkeys(("reference", *wanted))
+                 for cell in parts(len(tasks))[part]]  # fmt: skip
+        files = {cells.place(place, cell, weights): cell for cell in asked}
+        missing = [file for file in files if not file.exists()]
+        if listing:
+            return click.echo("\n".join(file.name for file in missing))
+        run: Any = Run(out, data, seed, kind, tasks, device) if missing else None
+        for file, cell in tqdm(files.items(), desc=f"{models} seed {seed}", unit="cell"):
+            result = cells.measured(file, cell, lambda cell: KINDS[cell["kind"]](run, cell))
+            records.append({"models": models, "seed": seed, "cell": cell, "result": result})
+            cells.write(kept, records)
+    tables.report(cells.read(kept), page)
 
 
 if __name__ == "__main__":

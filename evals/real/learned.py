@@ -1,0 +1,107 @@
+"""Merges that learn from examples, by the command `tvb learn`; M bases get M/T of the examples."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+import tvb_mergekit
+from real.cells import Cell
+from real.merges import MERGES, best, direction
+from real.run import Run
+
+UNTUNED = 0.3  # lambda, for methods that do not use it
+
+
+@dataclass(frozen=True)
+class Way:
+    """A method of `tvb learn` with its options.
+
+    Attributes:
+        scale: the recipe's `lambda_scale`.
+        merge: the recipe's merge, where the method begins at it: then its lambda is tuned before.
+    """
+
+    title: str
+    method: str
+    options: tuple[str, ...] = ()
+    scale: str = "tasks"
+    merge: str = ""
+
+
+WAYS = {
+    "fisher": Way("Fisher", "fisher"),
+    "normalized": Way("Fisher, normalized", "fisher", ("--normalize",)),
+    "regmean": Way("RegMean", "regmean"),
+    "localize": Way("Localize-and-Stitch", "localize", scale="bases"),
+    "dataless": Way("Localize-and-Stitch, dataless", "localize", ("--dataless",), "bases"),
+    "adamerging": Way("AdaMerging", "adamerging", merge="ta"),
+    "atlas": Way("aTLAS", "atlas", scale="bases"),
+    "wemoe": Way("WEMoE", "wemoe", merge="ta"),
+    "wemoe_wudi_30": Way("WEMoE on WUDI, t = 30", "wemoe", merge="wudi_30"),
+}
+
+
+def learned(run: Run, cell: Cell) -> dict[str, Any]:
+    """One method over some bases."""
+    way = WAYS[cell["how"]]
+    count = max(1, round(cell["shots"] * cell["num_bases"] / len(run.tasks)))
+    with tempfile.TemporaryDirectory() as folder:
+        place, by = Path(folder), UNTUNED
+        if way.merge:
+            vector = direction(run, run.built(cell), way.merge)
+            by = best(run, cell | {"items": count}, vector)[0]
+        (place / "recipe.yml").write_text(yaml.safe_dump(recipe(run, cell, way, by)))
+        command = [sys.executable, "-m", "tvb_mergekit", "learn", str(place / "recipe.yml"),
+                   way.method, *way.options, "--out", str(place / "out"), "--device", run.device,
+                   "--quiet"]  # fmt: skip
+        if "--dataless" not in way.options:
+            for task in run.tasks:
+                given = examples(run, task, cell["shots"], way.method != "adamerging", place)
+                command += ["--data", f"{task}={given}"]
+        subprocess.run(command, check=True)
+        loaded = AutoModelForCausalLM.from_pretrained(place / "out", dtype=torch.float32)
+        model: Any = loaded.eval().to(run.device)
+        if way.method != "wemoe":
+            return {"items": run.ask(model, "test", run.tasks, cell["tested"]), "lambda": by}
+        live: Any = tvb_mergekit.attach(model, place / "out")
+        live.route()
+
+        def begin(prompts: torch.Tensor | None) -> None:
+            live.prompts = prompts
+
+        scores = run.ask(model, "test", run.tasks, cell["tested"], begin)
+        return {"items": scores, "lambda": by}
+
+
+def examples(run: Run, task: str, count: int, answered: bool, folder: Path) -> Path:
+    """A file of validation items for `tvb learn`."""
+    file = folder / f"{task}.jsonl"
+    lines = [item._asdict() if answered else {"prompt": item.prompt}
+             for item in run.items(task, "validation")[:count]]  # fmt: skip
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def recipe(run: Run, cell: Cell, way: Way, by: float) -> dict[str, Any]:
+    merge = MERGES[way.merge or "ta"]
+    keys = {"basis": cell["basis"], "lambda": by, "lambda_scale": way.scale} | merge.keys
+    if cell["basis"] != "none":
+        keys |= {"num_bases": cell["num_bases"], "seed": cell["seed"]}
+    return {
+        "merge_method": merge.method,
+        "base_model": str(run.own.resolve()),
+        "models": [{"model": str(place.resolve()), "parameters": {"task": task}}
+                   for task, place in run.folders.items()],
+        "parameters": keys,
+        "dtype": str(run.dtype).removeprefix("torch."),
+    }  # fmt: skip
