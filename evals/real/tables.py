@@ -284,7 +284,10 @@ def online(study: Study) -> str:
 
 def theory(study: Study) -> str:
     """Constants and bounds of the paper, and the losses that were seen, for each task."""
-    (record,) = [r for m in MODELS for r in study.find(m, kind="theory")]
+    records = [r for m in MODELS for r in study.find(m, kind="theory")]
+    if not records:
+        return ""
+    (record,) = records
     found, count = record["result"], record["cell"]["num_bases"]
     every = bounds(found, count)
     heads = ["task", "norm", "of the base's", "largest cosine", "L", "best lambda", "1/T", "bound",

@@ -147,18 +147,11 @@ def stage_safety(home: Path) -> dict[str, str]:
     write_files(data)
     judge = home / "judge"
     write_judge(judge)
-    variables = {
-        "MERGEBENCH_DATA": str(data),
-        "MERGEBENCH_CACHE": str(home / "mergebench-cache"),
-        "MERGEBENCH_JUDGE": str(judge),
-        "MERGEBENCH_JUDGE_DEVICE": "cpu",
-    }
+    variables = {"MERGEBENCH_DATA": str(data), "MERGEBENCH_CACHE": str(home / "judged"),
+                 "MERGEBENCH_JUDGE": str(judge), "MERGEBENCH_JUDGE_DEVICE": "cpu"}  # fmt: skip
     wildguard = module("safety/wildguard")
-    said = {
-        wildguard.Pair(judged(task, item), item.response): item.judge
-        for task, items in TASKS.items()
-        for item in items
-    }
+    said = {wildguard.Pair(judged(task, item), item.response): item.judge
+            for task, items in TASKS.items() for item in items}  # fmt: skip
     answered = mock.patch.object(wildguard, "_ask", lambda _, batch: [said[pair] for pair in batch])
     with mock.patch.dict(os.environ, variables), answered:
         wildguard.answers(list(said))
@@ -173,11 +166,9 @@ def write_judge(folder: Path) -> None:
     inner.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>").save_pretrained(folder)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=2048, initializer_range=0.5,
-        bos_token_id=None, eos_token_id=256,
-    )  # fmt: skip
+    config = LlamaConfig(vocab_size=257, hidden_size=32, intermediate_size=64, eos_token_id=256,
+                         num_hidden_layers=2, num_attention_heads=4, initializer_range=0.5,
+                         max_position_embeddings=2048, bos_token_id=None)  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
@@ -189,18 +180,10 @@ def write_files(folder: Path) -> None:
     with (folder / "harmbench_behaviors_text_test.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["Behavior", "FunctionalCategory", "ContextString", "BehaviorID"])
-        writer.writerows(
-            [item.prompt, "contextual", "A context.", str(number)]
-            for number, item in enumerate(HARMBENCH)
-        )
-    _write_lines(folder / "do_anything_now_jailbreak.jsonl", DO_ANYTHING_NOW)
-    _write_lines(folder / "harmful.jsonl", VAL)
+        writer.writerows([item.prompt, "contextual", "A context.", "1"] for item in HARMBENCH)
+    for name, items in (("do_anything_now_jailbreak", DO_ANYTHING_NOW), ("harmful", VAL)):
+        lines = ({"vanilla": item.more, "adversarial": item.prompt, "source": "a book"}
+                 for item in items)  # fmt: skip
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     xstest = [{"prompt": item.prompt, "type": item.more, "note": None} for item in XSTEST]
     (folder / "exaggerated_safety.json").write_text(json.dumps(xstest))
-
-
-def _write_lines(path: Path, items: list[Item]) -> None:
-    lines: list[dict[str, Any]] = [
-        {"vanilla": item.more, "adversarial": item.prompt, "source": "a book"} for item in items
-    ]
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))

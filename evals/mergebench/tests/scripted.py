@@ -1,13 +1,8 @@
 """Small local data sets and a scripted model, for lm_eval's own command without a network.
 
-Run as a program this is the stock `lm_eval`, with one more model and few of its own tasks:
-
-    python scripted.py run --model scripted --model_args script=answers.json --tasks ...
-
-`answers.json` is a list of [text, answers]. A prompt takes the first rule whose text is in it, and
-its answers one after the other, from the first again when they are used up. What generates gets
-them as they are; what chooses likes best the continuation that is an answer. Without a rule:
-"" and nothing liked best.
+As a program it is the stock `lm_eval` with one more model and few of its own tasks. Of a list of
+[text, answers], a prompt takes the first rule whose text is in it, and its answers in turn. Of
+choices it likes best an answer. Without a rule: "" and nothing liked best.
 """
 
 import functools
@@ -23,15 +18,10 @@ from types import ModuleType
 from typing import Any
 
 MERGEBENCH = Path(__file__).resolve().parent.parent
-STOCK = (
-    "ifeval",
-    "gsm8k",
-    "lambada",
-    "mmlu/default",
-    "okapi/arc_multilingual",
-    "okapi/hellaswag_multilingual",
-    "okapi/mmlu_multilingual",
-)  # lm-eval's own tasks
+STOCK = (  # lm-eval's own tasks
+    "ifeval gsm8k lambada mmlu/default okapi/arc_multilingual okapi/hellaswag_multilingual "
+    "okapi/mmlu_multilingual"
+).split()
 Row = dict[str, Any]
 
 
@@ -119,19 +109,14 @@ def main() -> None:
             return [next(self._rule(request.args[0])[1], "") for request in requests]
 
         def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:  # type: ignore[override]
-            found = []
-            for request in requests:
-                prompt, continuation = request.args
-                liked = continuation.strip() in self._rule(prompt)[0]
-                found.append((0.0 if liked else -100.0, liked))
-            return found
+            pairs = (request.args for request in requests)
+            liked = [word.strip() in self._rule(prompt)[0] for prompt, word in pairs]
+            return [(0.0 if each else -100.0, each) for each in liked]
 
         def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:  # type: ignore[override]
             raise AssertionError("no task of ours asks for the likelihood of a whole text")
 
-        @property
-        def tokenizer_name(self) -> str:
-            return "scripted"
+        tokenizer_name = "scripted"
 
     # Of its own ten thousand YAML files it reads those of the tasks that ours are compared with.
     folders = [Path(lm_eval.tasks.__file__).parent / name for name in STOCK]
@@ -141,8 +126,7 @@ def main() -> None:
         return whole(include_path=[include_path, *folders], include_defaults=False, **keys)
 
     lm_eval.tasks.TaskManager = few  # type: ignore[misc,assignment]
-    # Scores depend on none of these, which take a quarter of the time: 100,000 resamplings, a list
-    # of packages, a printed table, and a template that is compiled again for each item.
+    # Scores depend on none of these, which take a quarter of the time
     lm_eval.api.metrics.bootstrap_stderr = lambda *_, **__: 0.0
     lm_eval.utils.make_table = lambda *_: ""
     torch.utils.collect_env.get_pretty_env_info = str

@@ -1,8 +1,4 @@
-"""All of MergeBench's tasks in one run of lm_eval on a scripted model, beside lm-eval's own tasks.
-
-The items' scores are worked out by hand, prompts and values are those of lm-eval's own tasks, and
-`tvb score` tables the results.
-"""
+"""All tasks in one run of lm_eval on a scripted model, with scores by hand and lm-eval's own."""
 
 import itertools
 import json
@@ -22,6 +18,7 @@ from scripted import MERGEBENCH, lm_eval, module, namespaces
 
 from tvb_mergekit.cli import commands
 
+answers = module("math/math_answers")
 PROMPTS = Path(__file__).with_name("prompts.txt")
 CATEGORIES = ("instruction", "math", "multilingual", "coding", "safety")
 STOCK = {
@@ -141,7 +138,7 @@ def test_scores_by_keywords_are_under_another_name(found: Any) -> None:
         assert "parse_error,keyword" not in results[task]
     group = results["mergebench_safety_keyword"]
     assert group["score,keyword"] == pytest.approx(fmean(rows.KEYWORD.values()))
-    assert "score,none" not in group and "score,keyword" not in results["mergebench_safety"]
+    assert "score,none" not in group
 
 
 def test_each_safety_item_is_judged_as_by_hand(out: Path) -> None:
@@ -206,25 +203,14 @@ def test_stock_tasks_get_the_same_prompts_and_values(out: Path, found: Any, ours
 
 def asked(sample: dict[str, Any]) -> list[list[Any]]:
     """All that a model is asked for one item; a missing limit is lm-eval's default."""
-    requests = [list(arguments.values()) for arguments in sample["arguments"].values()]
-    for request in requests:
-        if isinstance(request[-1], dict):
-            request[-1] = {"max_gen_toks": 256, **request[-1]}
-    return requests
-
-
-HEAD = """\
-# What MergeBench's tasks ask a model
-
-One made-up item of each task, word for word. test_run.py compares this file with what the tasks
-say; with UPDATE_GOLDEN=1 in its environment it writes it anew.
-"""
+    requests = (each.values() for each in sample["arguments"].values())
+    return [[prompt, {"max_gen_toks": 256, **more} if isinstance(more, dict) else more]
+            for prompt, more in requests]  # fmt: skip
 
 
 def shown(name: str, shots: int, sample: dict[str, Any]) -> str:
-    """The prompt in a fence, then the settings or the continuations to choose from."""
     requests = [list(arguments.values()) for arguments in sample["arguments"].values()]
-    prompt, settings = requests[0]
+    (prompt, settings), *_ = requests
     lines = [f"## {name}\n", f"{shots}-shot\n", "~~~~text", prompt, "~~~~\n"]
     if isinstance(settings, dict):
         lines += [f"- {key}: `{json.dumps(settings[key])}`" for key in sorted(settings)]
@@ -240,7 +226,7 @@ def test_prompts_are_those_of_the_file(out: Path, found: Any) -> None:
     names = [name for part in members["mergebench"] for name in members[part]]
     names += members["mergebench_val"]
     said = [shown(name, found["n-shot"][name], samples(out, name)[0]) for name in names]
-    text = "\n".join([HEAD, *said])
+    text = PROMPTS.read_text(encoding="utf-8").partition("## ")[0] + "\n".join(said)
     if os.environ.get("UPDATE_GOLDEN"):
         PROMPTS.write_text(text, encoding="utf-8", newline="\n")
     assert text == PROMPTS.read_text(encoding="utf-8")
@@ -252,9 +238,6 @@ def test_answers_to_gsm8k_in_boxes() -> None:
         found = score({"answer": f"#### {reference}"}, [response])
         assert [found["score"], found["flexible"]] == expected, response
         assert found["score"] == found["exact_match_flexible"]
-
-
-answers = module("math/math_answers")
 
 
 def table(name: str) -> list[list[str]]:
@@ -302,19 +285,13 @@ def test_the_answer_is_found_in_time() -> None:
             assert time.process_time() - start < 3, response[:40]
 
 
-conala = module("coding/conala")
-
-
-BLEU: list[tuple[str, str, float]] = [  # prediction, reference, score by hand
+@pytest.mark.parametrize(("prediction", "reference", "expected"), [
     # 4 of 5, then 2 of 4, 0 of 3 and 0 of 2; one more each
     ("a b c d e", "a b x d e", (5 / 6 * 3 / 5 * 1 / 4 * 1 / 3) ** 0.25),
     # two tokens of four: 3/3, 2/2, and 1/1 where there are none; a brevity penalty of 1 - 4/2
     ("a b", "a b c d", math.exp(-1)),
-    ("f ( x )", "f(x)", 1),  # 13a splits punctuation off
-    ("", "a", 0),
-]
-
-
-def test_bleu_by_hand() -> None:
-    for prediction, reference, expected in BLEU:
-        assert conala.bleu([(prediction, reference)]) == pytest.approx(expected)
+    ("f ( x )", "f(x)", 1), ("", "a", 0),  # 13a splits punctuation off
+])  # fmt: skip
+def test_bleu_by_hand(prediction: str, reference: str, expected: float) -> None:
+    score = module("coding/conala").bleu([(prediction, reference)])
+    assert score == pytest.approx(expected)

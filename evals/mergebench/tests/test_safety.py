@@ -145,13 +145,12 @@ def test_a_real_model_says_the_same_in_any_batch(wildguard, tiny, monkeypatch, t
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 14483464192\n"
 WEIGHTS = "model.safetensors"
-DAMAGES = [  # file, its content (None: it is missing)
+
+
+@pytest.mark.parametrize(("name", "content"), [  # a file, its content; None: it is missing
     ("config.json", None), ("tokenizer", None), (WEIGHTS, None), (WEIGHTS, LFS), (WEIGHTS, b"cut"),
     (f"{WEIGHTS}.index.json", LFS),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "content"), DAMAGES)
+])  # fmt: skip
 def test_a_folder_that_is_not_a_whole_judge(wildguard, tiny, tmp_path, name, content):
     judge = tmp_path / "judge"
     shutil.copytree(tiny, judge, dirs_exist_ok=True)
@@ -167,41 +166,29 @@ def test_a_folder_that_is_not_a_whole_judge(wildguard, tiny, tmp_path, name, con
     assert line.endswith("expected config.json, a tokenizer and all weights as safetensors")
 
 
-def hub_error(kind: type[Exception]) -> Exception:
-    return kind("no", response=mock.MagicMock(status_code=403))  # type: ignore[call-arg]
-
-
-ERRORS = {
-    None: None,
-    "GatedRepoError": hub_error(GatedRepoError),
-    "RepositoryNotFoundError": hub_error(RepositoryNotFoundError),
-    "ConnectionError": ConnectionError("no network"),
-}
+ERRORS: dict[str | None, Exception] = {"ConnectionError": ConnectionError("no network")}
+for kind in (GatedRepoError, RepositoryNotFoundError):
+    ERRORS[kind.__name__] = kind("no", response=mock.MagicMock(status_code=403))
 
 
 @pytest.mark.parametrize(("variable", "value", "error", "line"), ROWS["judges_refused"])
 def test_settings_and_judges_that_cannot_be(wildguard, monkeypatch, variable, value, error, line):
     monkeypatch.setenv(f"MERGEBENCH_JUDGE{variable}", value)
-    monkeypatch.setattr(wildguard, "auth_check", mock.Mock(side_effect=ERRORS[error]))
+    monkeypatch.setattr(wildguard, "auth_check", mock.Mock(side_effect=ERRORS.get(error)))
     expected = f"MERGEBENCH_JUDGE{variable}{line}" if line[0] == "=" else line
     assert refused(wildguard.ready, NOTHING).startswith(expected)
 
 
-HARMBENCH, XSTEST = "harmbench_behaviors_text_test.csv", "exaggerated_safety.json"
-UNREADABLE = [  # file, its content, parts of the line
-    (HARMBENCH, None, f"no {HARMBENCH} in MERGEBENCH_DATA=", f"harmbench/{HARMBENCH}"),
-    (HARMBENCH, "behavior,other\nFold.,x\n", " has the columns behavior, other, but no 'Behavior'"),
-    (HARMBENCH, "", " is not what https://raw.githubusercontent.com/nouhadziri/"),
-    (XSTEST, "<html>", f"xstest/{XSTEST} holds ("),
-]
-
-
-@pytest.mark.parametrize(("name", "text", "parts"), [(n, t, p) for n, t, *p in UNREADABLE])
-def test_files_that_cannot_be_read(monkeypatch, tmp_path, name, text, parts):
+@pytest.mark.parametrize(("name", "text", "part"), [
+    ("harmbench_behaviors_text_test.csv", None, "_test.csv in MERGEBENCH_DATA="),
+    ("harmbench_behaviors_text_test.csv", "behavior\nx\n", "columns behavior, but no 'Behavior'"),
+    ("harmbench_behaviors_text_test.csv", "", " is not what https://raw.githubusercontent.com/"),
+    ("exaggerated_safety.json", "<html>", "xstest/exaggerated_safety.json holds ("),
+])  # fmt: skip
+def test_files_that_cannot_be_read(monkeypatch, tmp_path, name, text, part):
     monkeypatch.setenv("MERGEBENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("MERGEBENCH_DATA", str(tmp_path))
     data = module("safety/safety_data")
     if text is not None:
         (tmp_path / name).write_text(text)
-    line = refused(data.harmbench if name == HARMBENCH else data.xstest)
-    assert all(part in line for part in parts)
+    assert part in refused(data.harmbench if name.endswith("csv") else data.xstest)

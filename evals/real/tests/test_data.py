@@ -1,6 +1,5 @@
-"""The commands for data and base: small files of two formats, and a server on this machine."""
+"""The commands for data and base, with small files and a server on this machine."""
 
-import gzip
 import importlib
 import json
 import os
@@ -21,50 +20,38 @@ from real import tasks
 
 SMOLLM2 = Path(get_data.__file__).parent
 call = CliRunner().invoke
-FILES = {
-    "trec": {
-        "data/raw/TREC.train": "NUM:date Wann ändert\x85 es ?\n".encode("latin-1"),
-        "data/raw/TREC.test": b"HUM:ind Who ?\nABBR:exp What ?\n",
-    },
-    "multi30k_en_de": {
-        f"data/task1/raw/{part}.{language}.gz": gzip.compress(f"{text}\r\n".encode())
-        for part in ("train", "test_2016_flickr")
-        for language, text in (("en", "A dog."), ("de", "Ein süßer Hund."))
-    },
-}
+FILES = {"data/raw/TREC.train": "NUM:date Wann ändert\x85 es ?\n".encode("latin-1"),
+         "data/raw/TREC.test": b"HUM:ind Who ?\nABBR:exp What ?\n"}  # fmt: skip
 ITEMS = {
     "trec/train": [["Question: Wann ändert\x85 es ?\nType:", " number"]],
     "trec/test": [["Question: Who ?\nType:", " human"],
                   ["Question: What ?\nType:", " abbreviation"]],
-    "multi30k_en_de/train": [["English: A dog.\nGerman:", " Ein süßer Hund."]],
 }  # fmt: skip
 
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The command with a table of FILES, which stand in `given` and in `web`."""
-    table = {}
-    for name, files in FILES.items():
-        sums = {path: sha256(data).hexdigest() for path, data in files.items()}
-        table[name] = {"repository": "we/us", "commit": "c0", "licence": "ours", "files": sums}
-        for path, data in files.items():
-            raw = tmp_path / "given" / name / "raw" / get_data.raw_name(path)
-            for file in (raw, tmp_path / "web/we/us/c0" / path):
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(data)
-    (tmp_path / "table.yml").write_text(yaml.safe_dump(table, sort_keys=False))
+    sums = {path: sha256(data).hexdigest() for path, data in FILES.items()}
+    about = {"repository": "we/us", "commit": "c0", "licence": "ours", "files": sums}
+    for path, data in FILES.items():
+        raw = tmp_path / "given/trec/raw" / get_data.raw_name(path)
+        for file in (raw, tmp_path / "web/we/us/c0" / path):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+    (tmp_path / "table.yml").write_text(yaml.safe_dump({"trec": about}, sort_keys=False))
     monkeypatch.setattr(get_data, "TABLE", tmp_path / "table.yml")
     return get_data
 
 
 def test_files_become_items(small: Any, tmp_path: Path) -> None:
     out, given = tmp_path / "out", tmp_path / "given"
-    words = [str(out), "--raw", str(given), *(f"--only={name}" for name in FILES)]
+    words = [str(out), "--raw", str(given), "--only=trec"]
     assert f"licence: ours\n{out / 'trec'}: 1 train, 2 test\n" in call(small.main, words).output
     for name, items in ITEMS.items():
         written = (out / f"{name}.jsonl").read_bytes().splitlines()
         assert [[*json.loads(line).values()] for line in written] == items
-    assert call(small.main, words).output.count("exists: nothing to do") == 2
+    assert call(small.main, words).output.count("exists: nothing to do") == 1
 
 
 def test_downloads_resume(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +68,7 @@ def test_downloads_resume(small: Any, tmp_path: Path, monkeypatch: pytest.Monkey
         assert f": SHA-256 {sha256().hexdigest()}, expected SHA-256" in done.stderr
         assert done.exit_code == 1 and os.listdir(out) == [".partial-trec"]
         (web / "data/raw/TREC.train").unlink()  # it is not downloaded again
-        (web / second).write_bytes(FILES["trec"][second])
+        (web / second).write_bytes(FILES[second])
         assert call(small.main, words).exit_code == 0
         server.shutdown()
     assert os.listdir(out) == ["trec"]

@@ -82,9 +82,8 @@ def test_the_study_measures_each_kind_of_cell_once(world, monkeypatch):
     monkeypatch.setattr(plan, "MODELS", {"full": ("full", FOUR)})
     for module in (real.study, tables):
         monkeypatch.setattr(module, "MODELS", plan.MODELS)
-    monkeypatch.setattr(plan, "LAMBDAS", [0.3, 0.65, 1.4])
-    monkeypatch.setattr(plan, "SMALLER", [])
-    monkeypatch.setattr(plan, "LARGER", [])
+    for name, grid in {"LAMBDAS": [0.3, 0.65, 1.4], "SMALLER": [], "LARGER": []}.items():
+        monkeypatch.setattr(plan, name, grid)
     monkeypatch.setattr(tables, "picture", lambda *given: given)
     chosen = {"merges": "wudi_30 wudi_30_summed", "few": "groups", "paper": "ties",
               "theirs": "ties", "stitched": "dataless", "learned": "fisher",
@@ -215,15 +214,6 @@ def test_one_pass_finds_what_greedy_decoding_would() -> None:
     assert {tokenizer.eos_token_id, 2} <= set(one_pass.endings(tokenizer).tolist())
 
 
-@pytest.mark.parametrize(("curve", "flat"), [
-    ([(0.5, 1.0)] * 3, False), ([(0.5, 1.0)] * 2 + [(0.505, 0.99), (0.5, 1.0)], True),
-    ([(0.5, 1.0)] * 2 + [(0.52, 1.0), (0.5, 1.0)], False),
-    ([(0.5, 1.0)] * 2 + [(0.5, 0.9), (0.5, 1.0)], False),
-])  # fmt: skip
-def test_a_curve_is_flat_without_gains_in_matches_and_loss(curve, flat) -> None:
-    assert training.flat([{"exact": exact, "loss": loss} for exact, loss in curve]) is flat
-
-
 def test_splits_share_no_prompts(tmp_path: Path) -> None:
     items = [{"prompt": str(i % 50), "response": str(i)} for i in range(60)]
     (tmp_path / "trec").mkdir()
@@ -247,17 +237,13 @@ def test_metrics(tmp_path: Path) -> None:
     score = tasks.metric(tmp_path, "geoquery_sql")
     right = ' SELECT name FROM city WHERE people = 2 OR name = "c1" ;'
     before = database.read_bytes()
-    for answer, expected in (
-        ("select name from city where people in (2, 1) order by people desc", 1.0),
-        ("select name from city where people = 2", 0.0),
-        ("", 0.0),
-        ("DROP TABLE city", 0.0),
-        (f"ATTACH '{tmp_path / 'other'}' AS other", 0.0),
-        ("SELECT randomblob(1000000000)", 0.0),
-        ("SELECT count(*) FROM city a, city b, city c, city d", 0.0),
-        ("SELECT 1 FROM city a, city b", 0.0),
-    ):
-        assert score(answer, right) == expected, answer
+    assert score("select name from city where people in (2, 1) order by people desc", right) == 1.0
+    for wrong in (
+        "", "select name from city where people = 2", "DROP TABLE city",
+        f"ATTACH '{tmp_path / 'other'}' AS other", "SELECT randomblob(1000000000)",
+        "SELECT count(*) FROM city a, city b, city c, city d", "SELECT 1 FROM city a, city b",
+    ):  # fmt: skip
+        assert score(wrong, right) == 0.0, wrong
     assert score("select 1 where 0", "select 2 where 0") == 0.0  # both empty: texts are compared
     assert score("SELECT > ALL", " SELECT > ALL") == 1.0
     assert database.read_bytes() == before and not (tmp_path / "other").exists()
