@@ -24,7 +24,7 @@ Cell = dict[str, Any]
 Record = dict[str, Any]
 Scores = dict[str, list[float]]  # task -> the score of each item
 
-# The keys that tell cells of one run apart; all others are settings of the search
+# The keys that name a cell of a run; all others are settings of the search
 KEYS = ("kind", "how", "basis", "num_bases", "budget", "order", "seed")
 KEPT = (*KEYS, "tested")  # in cells.jsonl
 

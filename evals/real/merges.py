@@ -146,7 +146,7 @@ def theirs(run: Run, cell: Cell) -> dict[str, Any]:
         for file in sorted(Path(folder).glob("*.safetensors")):
             found |= load_file(file)
     vector = difference(found, run.base)
-    # An average of T models is much shorter than their sum, for which the lambdas are meant
+    # The lambdas are meant for a sum of T models, which is much longer than their average
     longer = max(1.0, norm(run.total(run.tasks)) / norm(vector))
     longer_cell = {"lambdas": [by * longer for by in cell["lambdas"]]}
     if "start" in cell:

@@ -1,6 +1,6 @@
 """Tasks that arrive one by one: Algorithm 1 against a buffer of task vectors drawn at random.
 
-What is held after the last task is merged at the default lambda.
+The vectors that are held after the last task are merged at the default lambda.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stores: bytes and errors of kept task vectors, and what is left of the tasks and their merges."""
+"""Stores: bytes and errors of kept task vectors, and the scores of the tasks and their merges."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ r"""Measure merges, bases and stores of SmolLM2's specialists, and report it.
         --part merges --part few
     python evals/real/study.py                                             # the page alone
 
-Each new cell gets a line of `cells.jsonl`, and the tables of evals/RESULTS.md are renewed. The same
+Each new cell gets a line in `cells.jsonl`, and the tables of evals/RESULTS.md are renewed. A
 command goes on after an interruption. `--list` prints the cells that are missing.
 """
 
@@ -39,7 +39,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--out", type=FOLDER, default="real-runs", show_default=True,
               help="The folder of train.py.")  # fmt: skip
 @click.option("--models", type=click.Choice([*MODELS]), default="full", show_default=True)
-@click.option("--seed", default=0, show_default=True, help="Of the training.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the training.")
 @click.option("--part", "wanted", type=click.Choice([*parts(8)]), multiple=True,
               default=("reference",), show_default=True, help="May be repeated.")  # fmt: skip
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")

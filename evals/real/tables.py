@@ -148,11 +148,12 @@ def grid(heads: Sequence[str], columns: Mapping[str, Column], rows: Rows) -> str
 
 
 def by_basis(study: Study, *kinds: str) -> Rows:
-    """A row for each kind of models, basis and M."""
+    """A row for each kind of models, basis and M; of eight tasks only M = T and T/2."""
     return [
         ((TITLES[models], named(basis, count)),
          [r for kind in kinds for r in study.find(models, kind=kind, basis=basis, num_bases=count)])
         for models in MODELS for basis in BASES for count in study.sizes(models, basis, *kinds)
+        if count > 2
     ]  # fmt: skip
 
 
@@ -166,6 +167,8 @@ def specialists(study: Study) -> str:
             "the same over `balanced`, M = T/2": ("wudi_30", "balanced")}  # fmt: skip
     rows: list[Any] = []
     for models, (_, tasks) in MODELS.items():
+        if models == "full-8":  # of the same kind as the twelve
+            continue
         given = study.find(models, kind="reference")
         bases = [record | {"result": record["result"]["base"]} for record in given]
         rows += [((TITLES[models], "base"), bases), ((TITLES[models], "specialists"), given)]
@@ -191,6 +194,8 @@ def merges(study: Study) -> str:
     rows: list[Any] = []
     tests, lengths = dict[int, float | None](), dict[tuple[str, int], float]()
     for models, (_, tasks) in MODELS.items():
+        if models == "full-8":  # as in `specialists`
+            continue
         sums = study.find(models, kind="merge", how="ta", basis="none")
         lengths |= {(models, r["seed"]): r["result"]["length"] for r in sums}
         ways = [("merge", how, merge.title) for how, merge in MERGES.items()]
@@ -276,7 +281,7 @@ def online(study: Study) -> str:
     }
     rows = [((TITLES[models], title, str(budget)),
              study.find(models, kind="online", how=how, budget=budget))
-            for models in MODELS for budget in (2, 3, 4, 6)
+            for models in MODELS for budget in (4, 6)
             for how, title in (("ae", "Algorithm 1, `ae`"), ("rand_select", "random buffer"))
             ]  # fmt: skip
     return grid(("models", "held", "M"), columns, rows)
@@ -313,7 +318,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#222222")  # Okabe and I
 
 
 def picture(study: Study, models: str, file: Path) -> None:
-    """What each task keeps of its specialist under merges of all task vectors."""
+    """Draw the share of its specialist's score that each task keeps under merges of all."""
     own = study.own[models, 0]
     with matplotlib.rc_context({"svg.hashsalt": "tvb-mergekit", "font.size": 9}):
         figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -336,7 +341,7 @@ def report(records: Sequence[Record], page: Path) -> None:
     study = Study(records)
 
     def renewed(mark: re.Match[str]) -> str:
-        return f"<!-- {mark[1]} -->\n\n{TABLES[mark[1]](study)}\n<!-- end -->"
+        return f"<!-- {mark[1]} -->\n{TABLES[mark[1]](study)}<!-- end -->"
 
     given = page.read_text(encoding="utf-8")
     made = re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", renewed, given, flags=re.DOTALL)

@@ -42,7 +42,7 @@ BATCH = {"full": 16, "lora16": 4, "lora4": 4}  # small ones cost nothing where f
 SLOW = {"banking77", "nl2bash", "geoquery_sql", "multi30k_en_de"}  # half as large, if in full
 EVERY = 400  # examples between evaluations
 VALIDATED = 100  # validation items of an evaluation
-LENGTH = 1.5  # of what adapters begin as: a share of a specialist's length that they lack
+LENGTH = 1.5  # of adapters at the start: a low rank has a part of the specialist's length
 RATES = {"full": 4e-5, "lora16": 3e-4, "lora4": 3e-4}
 # About an hour on two cores for all twelve: more for tasks that learn slowly, fewer for long items.
 # Adapters see a third.
