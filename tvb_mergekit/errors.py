@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import json
 import logging
 import os
 import signal
@@ -11,14 +12,18 @@ import sys
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
 
 import click
 import pydantic
 import safetensors
 import tqdm
+import yaml
 
 LOG = logging.getLogger(__name__)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of what is written
+Described = TypeVar("Described", bound=pydantic.BaseModel)
 SMALLER = "use fewer bases or smaller batches, or another device"
 
 
@@ -145,3 +150,28 @@ def hint(word: object, known: Collection[str]) -> str:
     lower = {candidate.lower(): candidate for candidate in known}
     match = difflib.get_close_matches(str(word).lower(), lower, n=1)
     return f" (did you mean `{lower[match[0]]}`?)" if match else ""
+
+
+def check_known(name: str, known: Collection[str], what: str) -> None:
+    """Raise UserError with the nearest known name unless `name` is known."""
+    if name not in known:
+        raise UserError(f"{what}{hint(name, known) or f': expected one of {listed([*known], 9)}'}")
+
+
+def repeated(names: Sequence[str]) -> str | None:
+    """The first name that stands twice in a list."""
+    return next((name for name in names if names.count(name) > 1), None)
+
+
+def read_described(path: Path, kind: type[Described], what: str) -> Described:
+    """Read a file (JSON by its suffix, else YAML) as a `kind`, which messages call `what`."""
+    try:
+        read = json.loads if path.suffix == ".json" else yaml.safe_load
+        return kind.model_validate(read(path.read_text(encoding="utf-8")))
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        why = f"`{place}`: {first['msg']} (found {first['input']!r:.60})"
+        raise UserError(f"{path} is not {what}: {why}") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read as {what}: {one_line(error)}") from error

@@ -6,8 +6,10 @@ Functions import matplotlib (the extra `plot`).
 from __future__ import annotations
 
 import io
+import itertools
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 LABEL = 22  # characters of a name next to an axis
 BLUE, ORANGE, DARK, PALE = "#0072b2", "#d55e00", "#333333", "#999999"  # Okabe and Ito's
+MARKS = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:")
 MADE = "Made by tvb-mergekit"
 # Metadata of files, without versions and dates.
 METADATA: dict[str, dict[str, Any]] = {
@@ -55,3 +58,24 @@ def rendered(make: Callable[[], Figure], kind: str) -> bytes:
         make().savefig(buffer, format=kind, dpi=dpi, metadata=METADATA[kind])
     picture = buffer.getvalue()
     return picture.replace(b"<svg", b"<!-- %b -->\n<svg" % MADE.encode(), 1 if kind == "svg" else 0)
+
+
+def radar(spokes: Sequence[str], lines: Mapping[str, Sequence[float]]) -> Figure:
+    """Lines around a centre, and a colour for each spoke."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    axes = figure.add_subplot(projection="polar")
+    angles = [2 * math.pi * number / len(spokes) for number in range(len(spokes))]
+    colours = [colormaps["turbo"](number / len(spokes)) for number in range(len(spokes))]
+    for marks, (name, values) in zip(itertools.cycle(MARKS), lines.items()):
+        axes.plot([*angles, 2 * math.pi], [*values, values[0]], marks[1:], color=DARK, linewidth=1)
+        axes.scatter(angles, values, c=colours, marker=marks[0], zorder=3)
+        axes.plot([], [], marks, color=DARK, label=name)
+    axes.set_xticks(angles, spokes)
+    for label, colour in zip(axes.get_xticklabels(), colours, strict=True):
+        label.set_color(colour)
+    axes.set_ylim(0)
+    figure.legend(loc="outside right upper")
+    return figure

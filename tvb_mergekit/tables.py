@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,14 +23,12 @@ class Sheet:
 
     Args:
         left: the heads of further columns that hold text.
-        bold: the numbers of the rows to highlight.
     """
 
     title: str
     head: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     left: tuple[str, ...] = ()
-    bold: frozenset[int] = frozenset()
 
 
 def matrix(
@@ -71,9 +71,8 @@ def _print_table(sheet: Sheet, console: Console) -> None:
                 table.add_column(name, overflow="fold")
             else:
                 table.add_column(name, justify="right", no_wrap=True)
-        for number, line in enumerate(lines[1:]):
-            cells = [Text(line[place]) for place in block]
-            table.add_row(*cells, style="bold" if number in sheet.bold else "")
+        for line in lines[1:]:
+            table.add_row(*(Text(line[place]) for place in block))
         console.print(table, soft_wrap=False)
 
 
@@ -84,6 +83,29 @@ def markdown_table(lines: Sequence[Sequence[str]], left: int = 1) -> str:
     aligned = [f"<{w}" if place < left else f">{w}" for place, w in enumerate(widths)]
     rows = [f"| {' | '.join(map(format, line, aligned))} |" for line in lines]
     return "\n".join([rows[0], f"| {' | '.join(rule)} |", *rows[1:]])
+
+
+def markdown(told: Iterable[Sheet | str]) -> str:
+    """Tables under their titles, and lines as paragraphs."""
+    parts = list[str]()
+    for item in told:
+        if isinstance(item, Sheet):
+            rows = (item.head, *item.rows)
+            lines = [[escaped(cell).replace("  ", "&emsp;") for cell in row] for row in rows]
+            parts += [f"{'##' if parts else '#'} {escaped(item.title)}", markdown_table(lines)]
+        else:
+            parts.append(escaped(item))
+    return "\n\n".join(parts) + "\n"
+
+
+def page(told: Iterable[Sheet | str], picture: bytes = b"") -> str:
+    """A page of HTML: what a wide terminal shows, and a picture (PNG)."""
+    console = Console(record=True, width=240, file=io.StringIO())
+    for item in told:
+        show([item, ""], console)
+    image = f'<img src="data:image/png;base64,{base64.b64encode(picture).decode()}">'
+    text = console.export_html(inline_styles=True)
+    return text.replace("</body>", f"{image}\n</body>") if picture else text
 
 
 def escaped(text: str) -> str:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
 from click import argument
 
-from tvb_mergekit.cli.options import (
-    PLACE,
-    command,
-    flag,
-    folder,
-    place,
-    repeatable,
-)
+from tvb_mergekit.cli.options import PLACE, command, flag, folder, place, repeatable
+from tvb_mergekit.errors import UserError
 
 
 @command(writes="out")
@@ -35,38 +30,47 @@ from tvb_mergekit.cli.options import (
 )
 @repeatable("--metric", "metrics", metavar="TASK:METRIC", help="As METRIC,FILTER. Repeatable.")
 @flag("--partial", help="Normalize over the categories that all models have completely.")
-@folder("--out", help="Write scores.md and scores.json.")
+@folder("--out", help="Write scores.md, scores.json and scores.html.")
 def score(paths: tuple[str, ...], out: str | None, **values: Any) -> None:
     """Table the results of lm_eval, with the normalized accuracy of MergeBench.
 
-    Each PATH is a results_*.json of lm_eval, or a folder of them if categories were run one by
-    one. Normalized accuracy is the sum of a model's category means over the same sum for the
-    specialists. Missing tasks and settings that differ are reported.
-
-    After lm_eval with --log_samples, models are compared item by item: the differences of each pair
-    have p values, corrected by Holm's method.
+    Each PATH is a results_*.json of lm_eval, or a folder of them. Normalized accuracy is the sum of
+    a model's category means over the same sum for the specialists. Settings that differ are
+    reported. With samples, every two models are compared item by item; the p values are corrected
+    by Holm's method.
 
     \b
-    Example:
-      lm_eval ... --output_path out/ta --log_samples
-      tvb score ta=out/ta ae=out/ae --specialist out/specialists --out scores
-      tvb score ta=out/ta --base out/base --specialist math=out/math --partial
+    Example, from models to the table:
+      lm_eval --model hf --model_args pretrained=./merged --tasks quickstart \\
+          --include_path recipes/quickstart/eval --output_path out/merged --log_samples
+      lm_eval ... pretrained=./sort ... --output_path out/sort --log_samples
+      lm_eval ... pretrained=./copy ... --output_path out/copy --log_samples
+      tvb score merged=out/merged --specialist sort=out/sort --specialist copy=out/copy \\
+          --partial --out scores
+
+    \b
+    More examples:
+      tvb score ta=out/ta ae=out/ae --base out/base --specialist out/specialists
       tvb score ta=out/ta --reference paper --show-reference
       tvb score --reference paper --show-reference      the paper's own table
     """
     from rich.console import Console
 
-    from tvb_mergekit.score.gathering import check_output, gather, write
-    from tvb_mergekit.score.text import print_table
-    from tvb_mergekit.tables import printable
+    from tvb_mergekit.atomic import write_file
+    from tvb_mergekit.figures import MADE
+    from tvb_mergekit.score.table import FILES, gather, sheets, written
+    from tvb_mergekit.tables import printable, show
 
-    if out is not None:
-        check_output(out)
+    for path in (Path(out or "", name) for name in FILES if out is not None):
+        if path.exists() and MADE.encode() not in path.read_bytes():
+            raise UserError(f"cannot write {path}: tvb score did not make it; name another --out")
     found = gather(paths, **values)
     for line in found.warnings:
         click.echo(f"Warning: {printable(line)}", err=True)
+    for each in sheets(found):
+        show([each, ""], Console(soft_wrap=True, highlight=False))
     if out is not None:
-        write(found, out)
-    print_table(found, Console(soft_wrap=True, highlight=False))
-    if out is not None:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        for name, text in written(found).items():
+            write_file(Path(out, name), text.encode(errors="backslashreplace"))
         click.echo(f"Written to {out}")
