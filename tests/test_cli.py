@@ -235,7 +235,6 @@ REFUSED: dict[str, str] = {
     "merge store store/x --method add": "store/x lies in the input",
     "build recipe.yml store/x": "/store, a store or a report; name another place",
     "inspect store --plot store/x.svg": "a store or a report",
-    "score a.json --out store": "a store or a report",
     "export store math --task math": "already holds weight files",
     # options
     "export store out": ONE,

@@ -68,7 +68,7 @@ def _line(error: BaseException, planning: bool, out: str) -> str | None:
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, pydantic.ValidationError):
-        return _complaints(error)
+        return f"the recipe is not valid: {_complaints(error)}"
     if isinstance(error, OSError | MemoryError | UnicodeEncodeError | safetensors.SafetensorError):
         full = getattr(error, "errno", None) in FULL or "while serializing" in text
         return f"cannot write {out or 'the output'}: {text}" if full else text
@@ -84,7 +84,7 @@ def _line(error: BaseException, planning: bool, out: str) -> str | None:
 
 
 def _complaints(error: pydantic.ValidationError) -> str:
-    """Each complaint: its place, the value that mergekit expects, and the value found."""
+    """Each complaint: its place, what is expected, and the value found."""
     seen: dict[str, str] = {}
     for item in error.errors(include_url=False):
         # The place includes mergekit's alternatives for a key (filter, list, number).
@@ -97,7 +97,7 @@ def _complaints(error: pydantic.ValidationError) -> str:
             message = "expected a number or text; leave the key out for its default"
         place = ".".join(parts)
         seen.setdefault(place, f"`{place}`: {message} (found {item['input']!r:.60})")
-    return f"the recipe is not valid: {'; '.join(seen.values())}"
+    return "; ".join(seen.values())
 
 
 @contextmanager
@@ -169,9 +169,6 @@ def read_described(path: Path, kind: type[Described], what: str) -> Described:
         read = json.loads if path.suffix == ".json" else yaml.safe_load
         return kind.model_validate(read(path.read_text(encoding="utf-8")))
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        why = f"`{place}`: {first['msg']} (found {first['input']!r:.60})"
-        raise UserError(f"{path} is not {what}: {why}") from error
+        raise UserError(f"{path} is not {what}: {_complaints(error)}") from error
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be read as {what}: {one_line(error)}") from error

@@ -40,16 +40,10 @@ def score(paths: tuple[str, ...], out: str | None, **values: Any) -> None:
     by Holm's method.
 
     \b
-    Example, from models to the table:
-      lm_eval --model hf --model_args pretrained=./merged --tasks quickstart \\
-          --include_path recipes/quickstart/eval --output_path out/merged --log_samples
-      lm_eval ... pretrained=./sort ... --output_path out/sort --log_samples
-      lm_eval ... pretrained=./copy ... --output_path out/copy --log_samples
-      tvb score merged=out/merged --specialist sort=out/sort --specialist copy=out/copy \\
-          --partial --out scores
-
-    \b
-    More examples:
+    Example:
+      lm_eval ... pretrained=./merged ... --output_path out/ta --log_samples
+      lm_eval ... pretrained=./math ... --output_path out/math --log_samples
+      tvb score out/ta --specialist math=out/math --partial --out scores
       tvb score ta=out/ta ae=out/ae --base out/base --specialist out/specialists
       tvb score ta=out/ta --reference paper --show-reference
       tvb score --reference paper --show-reference      the paper's own table

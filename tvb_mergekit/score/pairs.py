@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tvb_mergekit.errors import listed
-from tvb_mergekit.score.results import DECISIVE, Cell, Item, read_items
+from tvb_mergekit.score.results import DECISIVE, Cell, Sample, read_samples
 
 Floats = npt.NDArray[np.float64]
 LEVEL = 0.05
@@ -58,7 +58,7 @@ def compare(
     refused: dict[str, list[str]] = defaultdict(list)
     for task in dict.fromkeys(task for cells in columns.values() for task in cells):
         cells = {label: own[task] for label, own in columns.items() if task in own}
-        items = {label: read_items(cell, task) for label, cell in cells.items()}
+        items = {label: read_samples(cell, task) for label, cell in cells.items()}
         # nothing is said where no model has samples
         for one, other in combinations(cells, 2) if any(items.values()) else ():
             mine, theirs = items[one], items[other]
@@ -77,7 +77,7 @@ def compare(
     return pairs, [f"no paired differences of {w}: {listed(each)}" for w, each in refused.items()]
 
 
-def _unlike(one: Cell, other: Cell, mine: dict[int, Item], theirs: dict[int, Item]) -> str:
+def _unlike(one: Cell, other: Cell, mine: dict[int, Sample], theirs: dict[int, Sample]) -> str:
     """Say why the items of two runs of a task cannot be compared."""
     for key in DECISIVE:
         if one.settings[key] != other.settings[key]:

@@ -26,7 +26,7 @@ DECISIVE = (*OF_FILE[:3], "metric", "n-shot", "fewshot_seed", "the task's versio
 # Metrics of evals/mergebench that are shares of answers without a complete verdict.
 UNJUDGED = ("as_text", "unchecked", "parse_error")
 Percent = Annotated[float, pydantic.Field(strict=True, ge=0, le=100)]
-Item = tuple[str, str, float]  # document and prompt, as hashes, and score in percent
+Sample = tuple[str, str, float]  # document and prompt, as hashes, and score in percent
 
 
 class Task(pydantic.BaseModel, extra="forbid"):
@@ -155,12 +155,12 @@ def read_results(path: Path) -> dict[str, ResultFile]:
     return tasks
 
 
-def read_items(cell: Cell, task: str) -> dict[int, Item]:
-    """Return the items of a score; none without samples, or if it is not a mean over items."""
+def read_samples(cell: Cell, task: str) -> dict[int, Sample]:
+    """Return the samples of a score by item; none if there are no files, or it is not a mean."""
     date = Path(cell.file).stem.rpartition("_")[2]
     path = Path(cell.file).with_name(f"samples_{task}_{date}.jsonl")
     name, _, kept = cell.settings["metric"].partition(",")
-    items: dict[int, Item] = {}
+    items: dict[int, Sample] = {}
     if not path.is_file():
         return items
     try:
