@@ -25,7 +25,8 @@ from tvb_mergekit.score.results import DECISIVE, Cell, Sample, read_samples
 
 Floats = npt.NDArray[np.float64]
 LEVEL = 0.05
-DRAWS = 9999  # 101 at a time
+DRAWS = 9999
+AT_ONCE = 2**22  # numbers drawn at a time
 SAME = 1e-6  # sums that differ by less are equal, in units of the largest difference
 
 
@@ -84,10 +85,8 @@ def _unlike(one: Cell, other: Cell, mine: dict[int, Sample], theirs: dict[int, S
             return f"{key} differs"
     if not (mine and theirs):
         return "no samples of its items"
-    for i in sorted(mine.keys() | theirs):
-        if mine.get(i, ())[:2] != theirs.get(i, ())[:2]:
-            return f"item {i} differs"
-    return ""
+    differ = [i for i in mine.keys() | theirs if mine.get(i, ())[:2] != theirs.get(i, ())[:2]]
+    return f"item {min(differ)} differs" if differ else ""
 
 
 def difference(parts: Sequence[Floats]) -> Difference:
@@ -116,9 +115,12 @@ def sign_flip(values: Floats) -> float:
     bound = 2 * math.exp(-(total**2) / (2 * float(counts @ sizes**2)))
     # p by draws: Phipson and Smyth 2010, https://doi.org/10.2202/1544-6115.1585
     generator, beyond = np.random.default_rng(0), 0.0
-    for _ in range(DRAWS // 101):
-        plus = generator.binomial(counts, 0.5, (101, len(counts)))
-        sums = np.abs((2 * plus - counts) @ sizes)
+    single, repeats = counts == 1, counts[counts > 1]
+    step = max(1, AT_ONCE // len(sizes))
+    for rows in (min(step, DRAWS - start) for start in range(0, DRAWS, step)):
+        signs = generator.integers(0, 2, (rows, np.count_nonzero(single)), dtype=np.int8)
+        plus = generator.binomial(repeats, 0.5, (rows, len(repeats)))  # of items of one size
+        sums = np.abs((2 * signs - 1) @ sizes[single] + (2 * plus - repeats) @ sizes[~single])
         same = np.abs(sums - total) < SAME
         beyond += float(np.sum((sums > total) & ~same) + np.sum(same) / 2)
     return min((1 + beyond) / (DRAWS + 1), bound, 1.0)

@@ -175,5 +175,5 @@ def read_samples(cell: Cell, task: str) -> dict[int, Sample]:
         raise UserError(f"{path} is not a file of samples: {one_line(error)}") from error
     if str(len(items)) != (count := cell.settings["the number of items"]):
         raise UserError(f"{path} holds {len(items)} of {count} items: run lm_eval again")
-    mean = sum(share for *_, share in items.values()) / len(items)
-    return items if abs(mean - cell.value) < 0.01 else {}
+    whole = sum(share for *_, share in items.values())
+    return items if abs(whole / len(items) - cell.value) < 0.01 else {}

@@ -5,8 +5,7 @@ of a model's category means over the same sum for the specialists, each of which
 category (MergeBench, https://arxiv.org/abs/2505.10833, Section 4; the paper's `tab:mergebench`).
 
 Standard errors assume that tasks are independent: sqrt(sum se^2) / n for a mean of n, and by the
-delta method sqrt(se_N^2 + (N / D)^2 se_D^2) / D for a ratio N / D. Model and specialists answer the
-same items, so a ratio varies less, and its error is rather too large.
+delta method sqrt(se_N^2 + (N / D)^2 se_D^2) / D for a ratio N / D, which is rather too large.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 
@@ -33,7 +32,7 @@ FILES = ("scores.md", "scores.json", "scores.html")
 LAST = "Average normalized accuracy"
 HOW = "Percent ± standard error. Normalized: the sum of the means over that of the specialists."
 HOW_PAIRS = "p: sign-flip test (McNemar's mid-p), corrected by Holm's method; * is a p below 0.05."
-Kind = Literal["specialists", "model", "reference"]
+NONE = Cell(math.nan)
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Column:
     """A model's scores and means; None for a mean of which a task is missing."""
 
     label: str
-    kind: Kind
+    kind: Literal["specialists", "model", "reference"]
     tasks: Mapping[str, Cell]
     categories: Mapping[str, Cell | None] = field(default_factory=dict)
     normalized: Cell | None = None
@@ -58,7 +57,7 @@ class Reference(pydantic.BaseModel):
 
 @dataclass(frozen=True)
 class Table:
-    """The columns and what follows from them."""
+    """Columns, and their differences."""
 
     benchmark: Benchmark
     columns: list[Column]
@@ -94,7 +93,7 @@ def gather(
     for name in own.keys() - {""}:
         check_known(name, [c.name for c in known.categories], f"--specialist {name}: no category")
 
-    def column(label: str, kind: Kind, sources: Mapping[str, Mapping[str, ResultFile]]) -> Column:
+    def column(label: str, kind: Any, sources: Mapping[str, Mapping[str, ResultFile]]) -> Column:
         cells = {}
         for category in known.categories:
             results = sources.get(category.name, sources.get("", {}))
@@ -139,8 +138,8 @@ def _computed(benchmark: Benchmark, raw: list[Column], partial: bool, notes: lis
     best = next((w for c, w in zip(columns, wholes, strict=True) if c.kind == "specialists"), None)
     ratios = [_ratio(whole, best) for whole in wholes]
     columns = [replace(c, normalized=ratio) for c, ratio in zip(columns, ratios, strict=True)]
-    # Pairs differ in points of the normalized accuracy, in which the specialists are constants,
-    # or without specialists in points of the mean of the categories.
+    # Pairs differ in points of the normalized accuracy (the specialists are constants), or without
+    # specialists in points of the mean of the categories.
     scale = 100 / ((best and best.value) or 100) / max(len(compared), 1)
     weights = {task: scale / len(groups[n]) for n in compared for task in groups[n]}
     pairs, refused = compare({c.label: c.tasks for c in columns if c.kind == "model"}, weights)
@@ -229,8 +228,7 @@ def written(table: Table) -> dict[str, str]:
     content["benchmark"] = table.benchmark.name
     told = [*sheets(table), *table.warnings, f"{MADE}."]
     tasks = {task.name: task.label for task in table.benchmark.tasks}
-    none = Cell(math.nan)
-    lines = {c.label: [c.tasks.get(t, none).value for t in tasks] for c in table.columns}
+    lines = {c.label: [c.tasks.get(t, NONE).value for t in tasks] for c in table.columns}
     picture = rendered(partial(radar, [*tasks.values()], lines), "png") if can_draw() else b""
     return {
         "scores.md": markdown(told),
