@@ -158,11 +158,6 @@ def check_known(name: str, known: Collection[str], what: str) -> None:
         raise UserError(f"{what}{hint(name, known) or f': expected one of {listed([*known], 9)}'}")
 
 
-def repeated(names: Sequence[str]) -> str | None:
-    """The first name that stands twice in a list."""
-    return next((name for name in names if names.count(name) > 1), None)
-
-
 def read_described(path: Path, kind: type[Described], what: str) -> Described:
     """Read a file (JSON by its suffix, else YAML) as a `kind`, which messages call `what`."""
     try:

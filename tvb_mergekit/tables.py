@@ -76,25 +76,18 @@ def _print_table(sheet: Sheet, console: Console) -> None:
         console.print(table, soft_wrap=False)
 
 
-def markdown_table(lines: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table of lines of cells, the first one the head, with `left` columns of text."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rule = ["-" * w if place < left else f"{'-' * (w - 1)}:" for place, w in enumerate(widths)]
-    aligned = [f"<{w}" if place < left else f">{w}" for place, w in enumerate(widths)]
-    rows = [f"| {' | '.join(map(format, line, aligned))} |" for line in lines]
-    return "\n".join([rows[0], f"| {' | '.join(rule)} |", *rows[1:]])
-
-
 def markdown(told: Iterable[Sheet | str]) -> str:
     """Tables under their titles, and lines as paragraphs."""
     parts = list[str]()
     for item in told:
-        if isinstance(item, Sheet):
-            rows = (item.head, *item.rows)
-            lines = [[escaped(cell).replace("  ", "&emsp;") for cell in row] for row in rows]
-            parts += [f"{'##' if parts else '#'} {escaped(item.title)}", markdown_table(lines)]
-        else:
+        if isinstance(item, str):
             parts.append(escaped(item))
+            continue
+        lines = [[escaped(cell).replace("  ", "&emsp;") for cell in row] for row in item.rows]
+        lines.insert(0, ["---", *("---:" for _ in item.head[1:])])
+        lines.insert(0, [escaped(cell) for cell in item.head])
+        parts.append(f"{'##' if parts else '#'} {escaped(item.title)}")
+        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
     return "\n\n".join(parts) + "\n"
 
 
