@@ -7,8 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from mergekit.common import ModelReference, dtype_from_name
@@ -28,10 +27,11 @@ from tvb_mergekit.store.forms import sums_of
 from tvb_mergekit.tensors import merging, ranks
 from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint
 from tvb_mergekit.tensors.matrices import check_matrices
-from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, device_of
-from tvb_mergekit.tensors.taskset import UNCHANGED, TaskSet, check_share, why_left_out
+from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, device_of, written_bytes
+from tvb_mergekit.tensors.taskset import UNCHANGED, TaskSet, check_most, why_left_out
 
 LOG = logging.getLogger(__name__)
+UNREAD = "not used by this recipe, or unknown to mergekit's definition of the architecture"
 Load = Callable[[], Sequence[Tensor]]  # the base's tensor, then those of the models
 
 
@@ -103,7 +103,7 @@ class MergedTensors:
             if item.base is not None and item.base.dtype.is_floating_point:
                 part += item.numel * (item.name in reasons)
                 whole += item.numel * (item.name in reasons or item.tunables is not None)
-        check_share(part, whole, f"{len(reasons)} missing in a model ({listed([*reasons])})")
+        check_most(part, whole, f"{len(reasons)} missing in a model ({listed([*reasons])})")
         for name, why in reasons.items():
             LOG.warning("tensor `%s` is not in %s: it stays the base's", name, why[11:])
 
@@ -226,19 +226,6 @@ def _mean(
     return (part,)
 
 
-LOG = logging.getLogger(__name__)
-UNREAD = "not used by this recipe, or unknown to mergekit's definition of the architecture"
-
-
-class Learned(Protocol):
-    """A merge of the bases by statistics of the models instead of by the recipe's method."""
-
-    @property
-    def method(self) -> str: ...
-    def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None: ...
-    def write(self, folder: Path) -> None: ...
-
-
 @dataclass
 class Plan:
     """One merge from its plan to its report.
@@ -247,6 +234,8 @@ class Plan:
         tokenizer: mergekit's `TokenizerInfo` of the merged model, if the recipe asks for one.
         config: The merged model's configuration.
         built: The basis, after `build`.
+        learned: A merge of the bases by statistics of the models instead of by the recipe's method:
+            it has `method`, `merge_into(plan, sink, items)` and `write(folder)`.
     """
 
     recipe: Recipe
@@ -258,7 +247,7 @@ class Plan:
     architecture: Any = None
     config: Any = None
     built: Combination | None = None
-    learned: Learned | None = None
+    learned: Any = None
 
     @property
     def base(self) -> Checkpoint:
@@ -277,7 +266,7 @@ class Plan:
 
     @property
     def output_bytes(self) -> int:
-        return sum(item.numel * item.out.itemsize for item in self.tensors.items)
+        return written_bytes(self.tensors.items)
 
     @functools.cached_property
     def tasks(self) -> TaskSet:

@@ -105,27 +105,14 @@ class Recipe:
         exclude = self.settings.exclude
         if exclude and EXCLUDED not in left_out.values():
             LOG.warning("`exclude: %s` matches no tensor of this merge", exclude)
-        built, norms, missed = list[float](), list[float](), list[float]()
+        names = str(self.base), [str(model) for model in self.models]
+        given = self.settings, self.tasks, self.weights, items, base, *names, sources
+        tasks = TaskSet(*given, left_out, tied, dtype=dtype)
         if self.bases is not None and self.bases.keeps_tasks:
-            built = (self.bases.weights / self.bases.scales)[list(self.order)].tolist()
+            tasks.built = (self.bases.weights / self.bases.scales)[list(self.order)].tolist()
             held = {part.name for item in items for part in item.inputs[:1]}
-            norms, missed = before_coding(self.bases, self.order, held)
-        return TaskSet(
-            self.settings,
-            self.tasks,
-            self.weights,
-            items,
-            base,
-            str(self.base),
-            [str(model) for model in self.models],
-            sources,
-            left_out,
-            tied,
-            dtype=dtype,
-            built=built,
-            norms=norms,
-            missed=missed,
-        )
+            tasks.norms, tasks.missed = before_coding(self.bases, self.order, held)
+        return tasks
 
 
 def read_recipe(config: MergeConfiguration) -> Recipe:

@@ -35,7 +35,7 @@ from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.lossless import Draw, Keeping
 from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.passes import combine_pass
-from tvb_mergekit.tensors.stream import Engine, Item, Sink, StateDict
+from tvb_mergekit.tensors.stream import Engine, Item, Sink, StateDict, written_bytes
 from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import (
     MARKER,
@@ -205,7 +205,7 @@ def write_vectors(
     """
     world, measured = ranks.world(), list[list[float]]()
     limit = SHARD_BYTES if config else sys.maxsize  # a bare state dict has no index
-    size = len(names) * sum(item.written for item in items)
+    size = len(names) * written_bytes(items)
     check_disk(str(place), size // 4 if draws else size)
     folders, writers = [place / name for name in names], list[FolderWriter | Appender]()
     if not draws:

@@ -264,6 +264,11 @@ class Item:
         return part.read(0, self.numel, buffer)
 
 
+def written_bytes(items: Iterable[Item]) -> int:
+    """Bytes of an output of all items."""
+    return sum(item.written for item in items)
+
+
 @dataclass(frozen=True)
 class Piece:
     """Elements `start` to `stop` of an item: one task of one thread."""

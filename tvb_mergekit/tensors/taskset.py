@@ -142,7 +142,7 @@ def why_left_out(
     """
     if settings.excludes(name):
         return EXCLUDED
-    named = [("the base", base), *zip((f"task {task}" for task in tasks), models, strict=True)]
+    named = [("the base", base), *zip((f"task `{task}`" for task in tasks), models, strict=True)]
     parts = [(who, part) for who, part in named if part is not None]
     for who, part in parts:
         if part.dtype in QUANTIZED:
@@ -240,15 +240,17 @@ def _notes(
         if found:
             notes.append(f"the model of task `{task}`: left out of its task vector: {found}")
     whole, part = (sum(base.tensors[name].numel for name in names) for names in (wanted, lost))
-    check_share(part, whole, "; ".join(notes))
+    check_most(part, whole, "; ".join(notes))
     return notes
 
 
-def check_share(part: int, whole: int, why: str) -> None:
+def check_most(part: int, whole: int, why: str) -> None:
     """Raise UserError if models lack most of the base's elements: `part` of `whole`."""
     if 2 * part > whole:
-        share = f"{100 * part / whole:.0f} % of the base would be left out"
-        raise UserError(f"{share}: {why}; {ALIKE}, or leave tensors out with `exclude`")
+        raise UserError(
+            f"{100 * part / whole:.0f} % of the base would be left out: {why}; {ALIKE}, or leave "
+            "tensors out with `exclude`"
+        )
 
 
 def _floating(weights: Weights, settings: Settings) -> dict[str, str]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import NAMES, OwnFile
-from tvb_mergekit.tensors.stream import Item
+from tvb_mergekit.tensors.stream import Item, written_bytes
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000  # mergekit's and transformers' default
@@ -111,7 +111,9 @@ class FolderWriter:
         """Write the index, if there are several files."""
         self._local = threading.local()  # closes this thread's file
         if ranks.world().leads:
-            write_index(self.folder, self.plan, sum(i.written for s in self.plan for i in s.items))
+            write_index(
+                self.folder, self.plan, written_bytes(i for s in self.plan for i in s.items)
+            )
 
 
 class Appender:

@@ -47,8 +47,8 @@ def _runs(tasks: int, num_bases: int) -> Array:
     """[T, M]: the share of each place, of T, in each run of T/M places."""
     ends = np.arange(num_bases + 1) * tasks / num_bases
     places = np.arange(tasks)[:, None]
-    shares = np.minimum(places + 1, ends[1:]) - np.maximum(places, ends[:-1])
-    found: Array = np.maximum(shares, 0.0) * num_bases / tasks
+    overlaps = np.minimum(places + 1, ends[1:]) - np.maximum(places, ends[:-1])
+    found: Array = np.maximum(overlaps, 0.0) * num_bases / tasks
     return found
 
 
