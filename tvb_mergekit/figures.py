@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LABEL = 22  # characters of a name next to an axis
-BLUE, ORANGE, DARK, PALE = "#0072b2", "#d55e00", "#333333", "#999999"  # Okabe and Ito's
+BLUE, ORANGE, DARK = "#0072b2", "#d55e00", "#333333"  # Okabe and Ito's
 MARKS = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:")
 MADE = "Made by tvb-mergekit"
 # Metadata of files, without versions and dates.
@@ -56,8 +56,7 @@ def rendered(make: Callable[[], Figure], kind: str) -> bytes:
         # heat maps are bitmaps in the vector formats too: finer, for print
         dpi = 150 if kind == "png" else 300
         make().savefig(buffer, format=kind, dpi=dpi, metadata=METADATA[kind])
-    picture = buffer.getvalue()
-    return picture.replace(b"<svg", b"<!-- %b -->\n<svg" % MADE.encode(), 1 if kind == "svg" else 0)
+    return buffer.getvalue()
 
 
 def radar(spokes: Sequence[str], lines: Mapping[str, Sequence[float]]) -> Figure:
