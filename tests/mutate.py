@@ -27,15 +27,15 @@ SUMS = f"{MERGING} -k sums_equal"
 # (file, old text, new text), by the tests that are to notice them
 MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     "test_learn.py": [
-        ("core/learned.py",
-         "torch.where(total > 0, weights / total, 1 / count)", "weights / total"),
+        ("core/learned.py", "merged, unseen * bases", "merged, 0 * bases"),
+        ("core/learned.py", "clamp(max=tasks / count)", "clamp(max=1)"),
         ("core/learned.py", "one.diagonal().copy_(diagonal)", "pass"),
-        ("core/learned.py", "alpha=sum(weights)", "alpha=1"),
-        ("core/learned.py", "right[:, unseen] = bases", "right[:, unseen] = 0 * bases"),
-        ("core/learned.py", "solved.T.mul(scales)", "solved.T"),
+        ("core/learned.py", "one, alpha=sum(weights)", "one, alpha=1"),
+        ("core/learned.py", "right[:, dead] = unseen *", "right[:, dead] = 0 *"),
+        ("core/learned.py", "root).T.mul(scales)", "root).T"),
     ],
-    "test_learn_gradients.py -k 'finite or stitched or published or masks or begins'": [
-        ("core/learned.py", "masks.sum(0).clamp_(min=1)", "masks.amax(0).clamp_(min=1)"),
+    "test_learn_gradients.py -k 'finite or stitched or published or begins'": [
+        ("core/learned.py", "masks.sum(0).clamp(min=1)", "masks.amax(0).clamp(min=1)"),
     ],
     "test_matrices.py": [
         ("core/methods/iso.py", "sizes.sum() / rank)\n    top", "sizes.max())\n    top"),

@@ -34,7 +34,7 @@ from tvb_mergekit import Bases, attach, build
 from tvb_mergekit.cli.options import auto_device
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.gram import SUMMED
-from tvb_mergekit.core.learned import FisherMean, Stitch, regression_mean
+from tvb_mergekit.core.learned import regression_mean
 from tvb_mergekit.core.settings import resolve_settings
 from tvb_mergekit.store import attach as attaching
 from tvb_mergekit.store.api import base_of
@@ -42,7 +42,6 @@ from tvb_mergekit.store.export import items_of
 from tvb_mergekit.tensors import passes, stream
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.merging import build_basis, merge_items
-from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import CPU, Engine
 from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import MemorySink
@@ -284,27 +283,13 @@ def test_merges(method: str, keys: Any, passes: Any, folder: Path, device: Devic
     assert found == tuple(map(sum, zip(*passes, strict=True)))
 
 
-@pytest.mark.parametrize(
-    "step", [FisherMean(torch.eye(2), torch.ones(1, 2)), Stitch(torch.ones(2, 1))]
-)
-def test_learned_steps(step: Any, folder: Path, device: Device) -> None:
-    items = items_in(folder)
-
-    def run(on: torch.device) -> Mapping[str, Tensor]:
-        sink = MemorySink(items)
-        combine_pass(items, dict.fromkeys(SHAPES, step), sink, Engine(on))
-        return sink.states[0]
-
-    weights = 2 if isinstance(step, FisherMean) else 1
-    assert copies(device, run) == (PIECES * (1 + T) + weights, PIECES)
-
-
 def test_regression_mean(device: Device) -> None:
     x = torch.randn(T, 20, 8, generator=torch.Generator().manual_seed(0))
 
     def run(on: torch.device) -> Mapping[str, Tensor]:
         grams = iter(x.mT @ x)
-        made = regression_mean("x", x[:2].to(on), grams, torch.ones(T, 2), 0.9)
+        weights = torch.ones(T, 2), torch.ones(T), 1.0, 0.9
+        made = regression_mean("x", x[:2].to(on), grams, *weights)
         return {"made": made.cpu()}
 
     # Down: which inputs are unseen, two checks of the factor, and the result.

@@ -30,7 +30,7 @@ import tvb_mergekit
 from tvb_mergekit.core import gram as lora
 from tvb_mergekit.core.gram import Factors
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.learn.models import TaskModels
+from tvb_mergekit.learn.job import TaskBases
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.plugin.planner import planned
 from tvb_mergekit.store import store
@@ -273,7 +273,7 @@ def test_models_that_learn_with_adapters(bases, tmp_path):
     train(base, tmp_path / "two", seed=1)
     made = recipe("basis_ta", base, [f"{base}+{tmp_path / each}" for each in ("one", "two")])
     with planned(from_mapping(made), MergeOptions()) as plan:
-        state = TaskModels(plan, torch.device("cpu")).load("one").state_dict()
+        state = TaskBases(plan).load("one")[0].state_dict()
     for name, theta in model_of(base, torch.float64).state_dict().items():
         torch.testing.assert_close(state[name].double(), theta + change[name], atol=1e-6, rtol=0)
 

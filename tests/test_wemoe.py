@@ -22,8 +22,6 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import tvb_mergekit as library
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.data import Batch, Example, entropy, response_loss
-from tvb_mergekit.learn.descent import Descent, Schedule
-from tvb_mergekit.learn.wemoe import Routers
 from tvb_mergekit.store import routing
 from tvb_mergekit.store.routing import Routed, routed_parameters, router_of
 
@@ -143,45 +141,25 @@ def test_caches_masks_casts_and_wrappers() -> None:
     again.reset()
 
 
-def test_gradients_of_a_combination(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sequence at a time, and all at once; weights of both orders."""
-    torch.manual_seed(0)
-    x, r, weight, bases = (
-        torch.randn(*size, dtype=torch.float64) for size in ((3, 4, 5), (3, 2), (6, 5), (2, 6, 5))
-    )
-    for turned in (True, False):
-        w, b = (weight, bases) if turned else (weight.mT.contiguous(), bases.mT.contiguous())
-        for block in (1, 2**28):
-            monkeypatch.setattr(routing, "COMBINED", block)
-            given = x.requires_grad_(), r.requires_grad_(), w, b, turned
-            assert torch.autograd.gradcheck(routing.product, given)
-
-
 @pytest.mark.parametrize(("depth", "loss"), [(1, entropy), (2, response_loss)])
-def test_gradients_of_routers_are_finite_differences(depth: int, loss: Any) -> None:
-    """GPT-2 in float64; the prompts of a batch have two, three and one tokens."""
+def test_gradients_of_routers_are_finite_differences(depth, loss, monkeypatch):
+    """GPT-2 in float64, one sequence combined at a time with depth 2."""
+    monkeypatch.setattr(routing, "COMBINED", 1 if depth == 2 else 2**28)
     there = made(gpt2, depth)
-    way, model = Routers(there), there.model
-    for variable in way.variables:
-        variable.requires_grad_()
-    examples = [Example(ids, start, 1) for ids, start in zip(PROMPTS, (2, 3, 1), strict=True)]
-    examples[1] = Example(PROMPTS[1], 3, 1, unlabeled=True)
-    if loss is response_loss:
-        del examples[1]
-    work = Descent(model, {}, way, loss, Schedule(epochs=1, rate=1.0, batch=8))
+    model = there.model
+    variables = [p.requires_grad_() for r in there.routers.values() for p in r.parameters()]
+    examples = [Example(ids, start) for ids, start in zip(PROMPTS, (2, 2, 1), strict=True)]
     batch = Batch.of(examples, torch.device("cpu"))
-
-    def value() -> float:
-        with torch.no_grad():
-            logits = model(input_ids=batch.ids, attention_mask=batch.mask).logits
-        return mean_loss(loss, logits, examples)
-
+    there.prompts = torch.tensor([[1, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0]])
     with routing_of(there):
-        work.gradients(examples)
-        assert there.prompts is not None
-        lengths = [2, 1] if loss is response_loss else [2, 3, 1]
-        assert there.prompts.sum(1).tolist() == lengths
-        assert_finite_differences(way.variables, value)
+        (loss(model(input_ids=batch.ids, attention_mask=batch.mask).logits, batch) / 3).backward()
+
+        def value() -> float:
+            with torch.no_grad():
+                logits = model(input_ids=batch.ids, attention_mask=batch.mask).logits
+            return mean_loss(loss, logits, examples)
+
+        assert_finite_differences(variables, value)
 
 
 @pytest.fixture(scope="module")
@@ -240,11 +218,10 @@ def test_routers_lower_the_loss_of_the_merge(case: Case, method: str, keys: dict
     after = loss_of(model, case.data, live)
     assert after < before - 0.01
     (history,) = facts(merged.folder)["history"]
-    assert facts(merged.folder)["merge"]["merge_method"] == method
-    assert history["losses"][1] == pytest.approx(before, abs=0.05)
+    assert history["losses"][0] == pytest.approx(before, abs=0.05)
     assert set(live.coefficients) == {"model.layers.0.mlp", "model.layers.1.mlp"}
     assert loss_of(live.reset(), case.data) == before
-    assert "routers for the MLPs" in (merged.folder / "README.md").read_text()
+    assert "with routers for its MLPs" in (merged.folder / "README.md").read_text()
 
 
 def test_prompts_alone_depth_checkpointing_and_a_store(case: Case, tmp_path: Path) -> None:
@@ -263,13 +240,15 @@ def test_prompts_alone_depth_checkpointing_and_a_store(case: Case, tmp_path: Pat
     assert told["unlabeled"] and told["depth"] == 2 and told["schedule"]["rate"] == 0.01
     less = case.learn(source, "wemoe", "less", *words, "--unlabeled", *short, "--checkpointing")
     stored = case.learn(tmp_path / "store", "wemoe", "stored", *words, "--unlabeled", *short)
-    want = held_in(plain.folder)
+    want, (history,) = held_in(plain.folder), told["history"]
     assert want["model.layers.0.mlp.router.2.weight"].any()
     for other in (less, stored):
-        found = held_in(other.folder)
-        assert found.keys() == want.keys()
-        # Adam's first steps amplify the last bits of a gradient that is almost 0.
-        assert all(torch.allclose(found[n], t, atol=5e-4) for n, t in want.items())
+        assert held_in(other.folder).keys() == want.keys()
+        # Adam gives an entry a step of the rate even if rounding alone decides its sign. Such a
+        # step changes the loss by no more than rounding does: some hundred sums in float32.
+        (own,) = facts(other.folder)["history"]
+        rounding = 1e3 * torch.finfo(torch.float32).eps
+        assert own["losses"] == pytest.approx(history["losses"], rel=rounding)
 
 
 def test_models_and_files_that_do_not_fit(case, tmp_path, monkeypatch):
@@ -283,17 +262,13 @@ def test_models_and_files_that_do_not_fit(case, tmp_path, monkeypatch):
     place = folder / "basis" / "learned" / "routers.safetensors"
     held = held_in(merged.folder)
     name = "model.layers.0.mlp.up_proj.weight"
+    cut = {**held, name: held[name][:, 1:].contiguous()}
     for told, metadata, tensors in (
-        ("by a later tvb-mergekit", {"tvb_learned": '{"version": 9}'}, held),
-        ("damaged metadata `tvb_learned`", {"tvb_learned": '{"version": '}, held),
-        ("damaged metadata `tvb_learned`", {"tvb_learned": "[]"}, held),
-        (
-            f"no tensor `{name}` of this shape",
-            {"tvb_learned": '{"version": 1, "method": "wemoe"}'},
-            {**held, name: held[name][:, 1:].contiguous()},
-        ),
+        ("by a later tvb-mergekit", '{"version": 9}', held),
+        ("damaged metadata `tvb_learned`", '{"version": ', held),
+        (f"no tensor `{name}` of this shape", '{"version": 1, "method": "wemoe"}', cut),
     ):
-        save_file(tensors, place, metadata)
+        save_file(tensors, place, {"tvb_learned": metadata})
         with pytest.raises(UserError, match=told):
             library.attach(loaded(folder), folder)
     place.write_bytes(place.read_bytes()[:-1])
@@ -305,6 +280,6 @@ def test_models_and_files_that_do_not_fit(case, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="after 2 prompts"):
         cache.batch_select_indices(torch.tensor([0]))
         model(torch.tensor([[1]]), past_key_values=cache)
-    words = [case.recipe("no-mlp", basis="none", exclude="mlp"), "wemoe", *case.words]
+    words = [case.recipe("no-mlp", basis="none", exclude="mlp"), "wemoe", *case.words, "--quiet"]
     assert "merge moves none of them" in refused("learn", *words, "--out", tmp_path / "no")
-    assert set(TASKS) == {each["task"] for each in facts(merged.folder)["tasks"]}
+    assert set(TASKS) == facts(merged.folder)["examples"].keys()

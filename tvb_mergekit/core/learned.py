@@ -1,99 +1,85 @@
-"""Merges over bases that use data: Fisher, RegMean and Localize-and-Stitch (paper, table 1).
+"""Merges of one tensor by data: Fisher, RegMean and Localize-and-Stitch (paper, table 1).
 
 Fisher and RegMean are weighted means of theta_0 + B_m, by statistics of the models. A basis mixes
-the tasks' statistics as it mixes their task vectors: sum_i W_e[i, m] of task i, with W_e >= 0.
+the tasks' statistics as it mixes their task vectors: sum_i W[i, m] of task i, with W = W_e >= 0.
+All return D, the difference of the merged tensor from theta_0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.basis import Compute
 from tvb_mergekit.errors import UserError
 
 SINGULAR = 1e-13  # of a pivot of a matrix whose diagonal is 1
 
 
-@dataclass(frozen=True, eq=False)
-class FisherMean:
-    """theta_0 + sum_m F~_m B_m / sum_m F~_m, entry by entry, F~_m = sum_i W_e[i, m] F_i.
+def task_factors(mixture: Tensor, encoder: Tensor) -> Tensor:
+    """The factors s [T] of `lambda_scale: tasks`, for statistics mixed by W and B = T W_e.
 
-    If every F~_m is 0, the bases have equal weights. A step of `combine_pass`: the rows of a chunk
-    are the N vectors, then F_1 ... F_T.
+    The mean over bases is sum_j (k_ij / w_i) tau_j where task i alone has information, with
+    k = W W_e^T and w = W 1. That is shorter than tau_i, the published merge. For task vectors that
+    are orthogonal and equally long, s_i = w_i / ||k_i|| gives it the length of tau_i. It is T/M at
+    least, where tau_i then counts once at most (s_i k_ii <= w_i): so `groups` keep all of tau_i.
 
-    Attributes:
-        bases: [N, M], B = vectors @ bases.
-        encoder: W_e [T, M], without negative entries.
+    Args:
+        mixture: W [T, M], not negative.
+        encoder: W_e [T, M].
     """
-
-    bases: Tensor
-    encoder: Tensor
-    count = 1
-
-    @property
-    def rows(self) -> int:
-        return 4 * self.encoder.shape[1] + 4
-
-    def on(self, device: torch.device) -> Compute:
-        vectors, count = self.bases.shape
-        bases = self.bases.T.to(device, torch.float32)
-        encoder = self.encoder.T.to(device, torch.float32)
-
-        def compute(base32: Tensor, rows: Tensor) -> Tensor:
-            weights = encoder @ rows[vectors:]
-            total = weights.sum(0)
-            weights = torch.where(total > 0, weights / total, 1 / count)
-            return torch.mm(bases, rows[:vectors]).mul_(weights).sum(0).add_(base32)[None]
-
-        return compute
+    tasks, count = encoder.shape
+    sums, shares = mixture.sum(1), mixture @ encoder.T
+    lengths = sums / torch.linalg.vector_norm(shares, dim=1)
+    once = (sums / shares.diagonal()).clamp(max=tasks / count)
+    return torch.where(sums > 0, torch.maximum(lengths, once), 1.0)
 
 
-@dataclass(frozen=True, eq=False)
-class Stitch:
-    """theta_0 + sum_m mask_m B_m / max(1, sum_m mask_m), entry by entry.
+def fisher_mean(
+    bases: Tensor, informations: Iterable[Tensor], mixture: Tensor, factors: Tensor, unseen: float
+) -> Tensor:
+    """sum_i F_i s_i sum_m W[i, m] B_m / sum_i F_i sum_m W[i, m], entry by entry.
 
-    Averages the bases where their masks overlap (Localize-and-Stitch, He et al., 2024). A step of
-    `combine_pass`: the rows of a chunk are the N vectors, then the M masks, of zeros and ones.
+    With all s_i = 1 it is the paper's sum_m F~_m B_m / sum_m F~_m, F~_m = sum_i W[i, m] F_i.
 
-    Attributes:
-        bases: [N, M], B = vectors @ bases.
+    Args:
+        bases: B [M, ...] float32.
+        informations: F_i, of the shape of a basis, of each task; one is held at a time.
+        mixture, factors: W [T, M] and s [T].
+        unseen: factor of the mean of the bases, which an entry without information gets.
     """
-
-    bases: Tensor
-    count = 1
-
-    @property
-    def rows(self) -> int:
-        return self.bases.shape[1] + 2
-
-    def on(self, device: torch.device) -> Compute:
-        vectors, bases = len(self.bases), self.bases.T.to(device, torch.float32)
-
-        def compute(base32: Tensor, rows: Tensor) -> Tensor:
-            masks = rows[vectors:]
-            masked = torch.mm(bases, rows[:vectors]).mul_(masks)
-            return masked.sum(0).div_(masks.sum(0).clamp_(min=1)).add_(base32)[None]
-
-        return compute
+    mixed, total = torch.zeros_like(bases), torch.zeros_like(bases[0])
+    every = zip(informations, mixture.tolist(), factors.tolist(), strict=True)
+    for information, weights, factor in every:
+        own = information.to(bases.device)
+        total.add_(own, alpha=sum(weights))
+        for place, weight in zip(mixed, weights, strict=True):
+            place.add_(own, alpha=factor * weight)
+    merged = mixed.div_(total).mul_(bases).sum(0)
+    return torch.where(total > 0, merged, unseen * bases.mean(0))
 
 
 def regression_mean(
-    name: str, bases: Tensor, grams: Iterable[Tensor], encoder: Tensor, off_diagonal: float
+    name: str,
+    bases: Tensor,
+    grams: Iterable[Tensor],
+    mixture: Tensor,
+    factors: Tensor,
+    unseen: float,
+    off_diagonal: float,
 ) -> Tensor:
-    """D [m, n] float32 with theta_0 + D = (sum_m G~_m)^-1 sum_m G~_m (theta_0 + B_m), transposed.
+    """D [m, n] with theta_0 + D = (sum_m G~_m)^-1 sum_m G~_m (theta_0 + B_m), transposed.
 
-    RegMean (Jin et al., ICLR 2023): G~_m = sum_i W_e[i, m] X_i^T X_i. The column of an input that
-    is always 0 in the data becomes the mean of the bases. In float64, by Cholesky.
+    RegMean (Jin et al., ICLR 2023): G~_m = sum_i W[i, m] X_i^T X_i; task i's part on the right
+    side has the factor s_i. In float64, by Cholesky.
 
     Args:
         name: of the tensor, for messages.
         bases: [M, m, n] float32, m outputs and n inputs of a linear layer; not changed.
         grams: X_i^T X_i [n, n] of each of the T tasks; one is held at a time.
-        encoder: W_e [T, M], without negative entries.
+        mixture, factors: W [T, M] and s [T].
+        unseen: factor of the mean of the bases, which an input gets that is 0 in all data.
         off_diagonal: a factor for all entries of X_i^T X_i except the diagonal.
 
     Raises:
@@ -102,26 +88,35 @@ def regression_mean(
     _, outputs, inputs = bases.shape
     normal = bases.new_zeros(inputs, inputs, dtype=torch.float64)
     right = bases.new_zeros(outputs, inputs, dtype=torch.float64)
-    for gram, weights in zip(grams, encoder.tolist(), strict=True):
+    every = zip(grams, mixture.tolist(), factors.tolist(), strict=True)
+    for gram, weights, factor in every:
         one = gram.to(bases.device).to(torch.float64, copy=True)  # widened on the device
         diagonal = one.diagonal().clone()
         one.mul_(off_diagonal)
         one.diagonal().copy_(diagonal)
         normal.add_(one, alpha=sum(weights))
-        # sum_m B_m G~_m = sum_i (sum_m W_e[i, m] B_m) X_i^T X_i
+        # sum_m B_m G~_m = sum_i (sum_m W[i, m] B_m) X_i^T X_i
         mixed = torch.zeros_like(right)
         for weight, base in zip(weights, bases, strict=True):
-            mixed.add_(base, alpha=weight)
+            mixed.add_(base, alpha=factor * weight)
         right.addmm_(mixed, one)
-    unseen = normal.diagonal() == 0
-    normal.diagonal()[unseen] = 1
-    right[:, unseen] = bases[:, :, unseen].mean(0, dtype=torch.float64)
+    dead = normal.diagonal() == 0
+    normal.diagonal()[dead] = 1
+    right[:, dead] = unseen * bases[:, :, dead].mean(0, dtype=torch.float64)
+    # With a diagonal of ones the pivots of Cholesky show whether the sum is singular.
     scales = normal.diagonal().rsqrt()
-    factor, failed = torch.linalg.cholesky_ex(normal.mul_(scales).mul_(scales[:, None]))
-    if failed or float(factor.diagonal().min()) ** 2 < SINGULAR:
+    root, failed = torch.linalg.cholesky_ex(normal.mul_(scales).mul_(scales[:, None]))
+    if failed or float(root.diagonal().min()) ** 2 < SINGULAR:
         raise UserError(
             f"tensor `{name}`: the sum of X^T X over its {inputs} inputs is singular; take more "
             "data, or --off-diagonal below 1"
         )
-    solved = torch.cholesky_solve(right.mul_(scales).T, factor)
-    return solved.T.mul(scales).float()
+    return torch.cholesky_solve(right.mul_(scales).T, root).T.mul(scales).float()
+
+
+def stitch(bases: Tensor, masks: Tensor) -> Tensor:
+    """sum_m mask_m B_m / max(1, sum_m mask_m), entry by entry: overlapping bases are averaged.
+
+    Localize-and-Stitch (He et al., 2024); `bases` and `masks`, of zeros and ones, are [M, ...].
+    """
+    return (bases * masks).sum(0).div_(masks.sum(0).clamp(min=1))

@@ -3,46 +3,28 @@
 from __future__ import annotations
 
 import codecs
-import hashlib
 import json
 import logging
 import math
-import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
-from tvb_mergekit.errors import UserError, counted, hint, listed, one_line
+from tvb_mergekit.errors import UserError, hint, listed, one_line
 from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES
 
 LOG = logging.getLogger(__name__)
+JsonLine = tuple[str, Mapping[str, Any]]  # file and line, and the object there
 FORMS = (("messages",), ("prompt", "response"), ("text",))
-
-
-@dataclass(frozen=True)
-class DataFile:
-    """The examples of one task: line numbers from 1, and the objects in these lines."""
-
-    task: str
-    path: str
-    records: Sequence[tuple[int, Mapping[str, Any]]]
-    sha256: str
-
-    def count(self, share: float) -> int:
-        """The number of examples in a fraction of them, at least one."""
-        return max(1, int(len(self.records) * share + 0.5))
-
-    def drawn(self, share: float, seed: int) -> list[int]:
-        """The indices, in order, of a fraction of the records."""
-        every = range(len(self.records))
-        return sorted(random.Random(f"{seed} {self.task}").sample(every, self.count(share)))
 
 
 @dataclass(frozen=True)
@@ -52,184 +34,124 @@ class Example:
     Attributes:
         ids: of the prompt, then of the response.
         start: the first token of the response, at least 1: a first token is not predicted.
-        line: its number in the file at `path`.
+        place: its file and line.
         unlabeled: a prompt alone; the token after it counts, too.
     """
 
     ids: Sequence[int]
     start: int
-    line: int
-    path: str = ""
+    place: str = ""
     unlabeled: bool = False
 
 
 def read_data(
     given: Sequence[str], tasks: Sequence[str] | None, unlabeled: bool = False, texts: bool = True
-) -> list[DataFile]:
-    """The files of `TASK=FILE` words, in the order of the tasks.
+) -> dict[str, list[JsonLine]]:
+    """The records of `TASK=FILE` words, by task in the order of the tasks.
 
     Args:
         tasks: each needs one file. None accepts any names, in the given order.
         unlabeled: accept lines with a `prompt` alone.
         texts: accept lines with a `text`, which has no prompt.
-
-    Raises:
-        UserError: a task has no data, or data no task, or a line is not an example.
     """
     paths: dict[str, str] = {}
     for word in given:
         known = sorted((t for t in tasks or () if word.startswith(f"{t}=")), key=len)
         task = known[-1] if known else word.partition("=")[0]  # a task's name may contain =
         path = word[len(task) + 1 :]
-        if not task or not path:
-            raise UserError(f"--data {word}: expected TASK=FILE")
-        if tasks is not None and task not in tasks:
-            others = f"{hint(task, tasks)}; tasks: {', '.join(tasks)}"
-            raise UserError(f"--data {word}: no task {task!r}{others}")
-        if task in paths:
-            raise UserError(f"--data {word}: task {task} has {paths[task]} already")
+        if not task or not path or task in paths or task not in (tasks or [task]):
+            known_tasks = f" of {', '.join(tasks)}{hint(task, tasks)}" if tasks else ""
+            raise UserError(f"--data {word}: expected TASK=FILE, once for each task{known_tasks}")
         paths[task] = path
-    wanted = list(paths) if tasks is None else tasks
+    wanted = tasks or list(paths) or ["NAME"]
     if missing := [task for task in wanted if task not in paths]:
         raise UserError(f"no data for {listed(missing)}: give --data {missing[0]}=FILE")
-    if not wanted:
-        raise UserError("no data: give --data NAME=FILE")
-    return [_read(task, paths[task], unlabeled, texts) for task in wanted]
+    return {task: _records_in(paths[task], unlabeled, texts) for task in wanted}
 
 
-def _read(task: str, path: str, unlabeled: bool, texts: bool) -> DataFile:
-    try:
-        data = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
-    except OSError as error:
-        why = f"{error.strerror}; expected a file of JSON lines"
-        raise UserError(f"--data {task}={path}: {why}") from error
-    records = []
+def _records_in(path: str, unlabeled: bool, texts: bool) -> list[JsonLine]:
+    data, found = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8), list[JsonLine]()
     for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
+            place = f"{path}, line {number}"
             try:
-                record = json.loads(line.decode("utf-8"))
-                json.dumps(record, ensure_ascii=False).encode()  # raises ValueError at surrogates
+                record = json.loads(line)
                 form = _form_of(record, unlabeled, texts)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}, line {number}: {error}") from error
-            records.append((number, {key: record[key] for key in form}))
-    if not records:
-        raise UserError(f"{path}: no examples, and task {task} needs some")
-    return DataFile(task, path, records, hashlib.sha256(data).hexdigest())
+            except ValueError as error:
+                raise UserError(f"{place}: {error}") from error
+            found.append((place, {key: record[key] for key in form}))
+    if not found:
+        raise UserError(f"{path}: no examples")
+    return found
 
 
 def _form_of(record: Any, unlabeled: bool, texts: bool) -> tuple[str, ...]:
     """The one of FORMS that a record has, or with `unlabeled` a prompt alone; else a ValueError."""
-    if not isinstance(record, dict):
-        raise ValueError(f"expected an object, found {type(record).__name__}")
-    forms = [keys for keys in FORMS[: 2 + texts] if all(key in record for key in keys)]
-    expected = "`prompt` and `response`, " + ("`messages`, or `text`" if texts else "or `messages`")
-    if unlabeled and not forms and "prompt" in record:
-        forms, expected = [("prompt",)], f"`prompt`, {expected}"
+    keys = record.keys() if isinstance(record, dict) else ()
+    forms = [form for form in FORMS[: 2 + texts] if all(key in keys for key in form)]
+    if unlabeled and not forms and "prompt" in keys:
+        forms = [("prompt",)]
     if len(forms) != 1:
-        raise ValueError(f"expected {expected}; found {listed(list(record), 5) or 'nothing'}")
-    for key in forms[0]:
-        if key != "messages" and not isinstance(record[key], str):
-            raise ValueError(f"`{key}` is {record[key]!r:.40}: expected text")
-    if forms[0] == ("messages",):
-        _check_messages(record["messages"])
+        expected = "`prompt` and `response`, or `messages`" + ", or `text`" * texts
+        raise ValueError(f"expected {expected}; found {listed(list(keys), 5) or 'no object'}")
+    if forms == [("messages",)]:
+        found = record["messages"]
+        every = isinstance(found, list) and all(isinstance(each, dict) for each in found)
+        if not every or not found or found[-1].get("role") != "assistant":
+            raise ValueError("`messages`: expected a list of {role, content}, the assistant last")
+        # Templates print None. A message that calls tools may have no text.
+        if any(each.get("content") is None and not each.get("tool_calls") for each in found):
+            raise ValueError("`messages`: a message without `content`")
+    elif wrong := [key for key in forms[0] if not isinstance(record[key], str)]:
+        raise ValueError(f"`{wrong[0]}` is {record[wrong[0]]!r:.40}: expected text")
     return forms[0]
 
 
-def _check_messages(messages: Any) -> None:
-    formed = isinstance(messages, list) and all(
-        isinstance(each, dict) and isinstance(each.get("role"), str) and "content" in each
-        for each in messages
-    )
-    if not formed or not messages or messages[-1]["role"] != "assistant":
-        raise ValueError("`messages`: expected a list of {role, content}, the assistant last")
-    for n, each in enumerate(messages, 1):
-        # A message that calls tools may have no text. Some templates read lists of parts.
-        if not (isinstance(each["content"], str | list) or each.get("tool_calls")):
-            found = f"{json.dumps(each['content']):.40}"
-            raise ValueError(f"`messages`: the content of message {n} is {found}: expected text")
-
-
 def open_tokenizer(folders: Sequence[Path], trust_remote_code: bool) -> Any:
-    """The tokenizer in the first of the folders that has one.
-
-    Raises:
-        UserError: none has one, or it cannot be read.
-    """
+    """The tokenizer in the first of the folders that has one."""
     from transformers import AutoTokenizer
 
-    for folder in folders:
+    for folder in folders:  # without files transformers may make one up
         if any((folder / name).is_file() for name in TOKENIZER_FILES):
-            path = os.fspath(folder)
-            try:
-                return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-            except Exception as error:  # a tokenizer's code and files raise anything
-                why = one_line(error)
-                raise UserError(f"the tokenizer in {folder} cannot be read: {why}") from error
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     places = " and ".join(map(str, dict.fromkeys(folders)))
     raise UserError(f"no tokenizer in {places}: put one next to the weights (tokenizer.json ...)")
 
 
-def encode(file: DataFile, tokenizer: Any, context: int, vocabulary: int) -> list[Example]:
-    """All records as tokens. A prompt that is too long loses its beginning, with a warning.
-
-    Args:
-        context: the most tokens that the model accepts.
-        vocabulary: the number of tokens that it knows.
-
-    Raises:
-        UserError: a response is empty or longer than the context, there is no chat template, or
-            the model does not know a token.
-    """
+def encode(records: Sequence[JsonLine], tokenizer: Any, context: int) -> list[Example]:
+    """All records as tokens, at most `context` of them: long prompts lose their beginning."""
     found, cut = [], 0
-    for line, record in file.records:
-        where = f"{file.path}, line {line}"
-        ids, start = _tokens(record, tokenizer, where)
+    for place, record in records:
+        try:
+            ids, start = _tokens(record, tokenizer)
+        except Exception as error:  # a template raises anything
+            raise UserError(f"{place}: the tokenizer refuses it: {one_line(error)}") from error
         unlabeled = record.keys() == {"prompt"}
         if len(ids) - start > context - (start > 0):  # a prompt keeps a token, to predict the first
-            what = "text" if "text" in record else "response"
-            raise UserError(
-                f"{where}: a {what} of {len(ids) - start} tokens, and the model's context is "
-                f"{context}; shorten or split it"
-            )
-        if ids and (largest := max(ids)) >= vocabulary:
-            raise UserError(
-                f"{where}: token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}), and the "
-                f"model knows {vocabulary}; use the tokenizer that belongs to it"
-            )
+            raise UserError(f"{place}: {len(ids) - start} tokens, the model's context is {context}")
         over = max(0, len(ids) - context)
         cut += over > 0
-        example = Example(ids[over:], max(1, start - over), line, file.path, unlabeled)
-        if not example.ids:
-            raise UserError(f"{where}: the prompt has no tokens")
-        if not unlabeled and example.start >= len(example.ids):
-            raise UserError(f"{where}: the response has no tokens to predict")
+        example = Example(ids[over:], max(1, start - over), place, unlabeled)
+        if len(example.ids) <= (0 if unlabeled else example.start):
+            raise UserError(f"{place}: no token to predict")
         found.append(example)
     if cut:
-        told = "%s: %s longer than the context of %d tokens lost their beginning"
-        LOG.warning(told, file.path, counted(cut, "prompt"), context)
+        told = "%d prompts longer than the context of %d tokens lost their beginning, from %s on"
+        LOG.warning(told, cut, context, records[0][0])
     return found
 
 
-def _tokens(record: Mapping[str, Any], tokenizer: Any, where: str) -> tuple[list[int], int]:
+def _tokens(record: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], int]:
     """The tokens of an example, and the first one of the response."""
     if "text" in record:
         return list(tokenizer(record["text"])["input_ids"]), 0
-    special = True
-    if "messages" in record:
-        special, messages = False, record["messages"]  # the template has its own
-        if tokenizer.chat_template is None:
-            raise UserError(f"{where}: `messages`, and the tokenizer has no chat template; add one")
-        try:
-            whole = tokenizer.apply_chat_template(messages, tokenize=False)
-            prompt = "" if len(messages) == 1 else tokenizer.apply_chat_template(
-                messages[:-1], tokenize=False, add_generation_prompt=True
-            )  # fmt: skip
-        except Exception as error:  # a template raises anything
-            why = one_line(error)
-            raise UserError(f"{where}: the chat template refuses `messages`: {why}") from error
+    if messages := record.get("messages"):
+        template = partial(tokenizer.apply_chat_template, tokenize=False)
+        whole = template(messages)
+        prompt = template(messages[:-1], add_generation_prompt=True) if messages[1:] else ""
     else:
         prompt, whole = record["prompt"], record["prompt"] + record.get("response", "")
+    special = messages is None  # a template has its own
     encoded = (tokenizer(text, add_special_tokens=special) for text in (prompt, whole))
     before, ids = (list(found["input_ids"]) for found in encoded)
     same = 0  # a token across the end of the prompt belongs to the response
@@ -238,59 +160,31 @@ def _tokens(record: Mapping[str, Any], tokenizer: Any, where: str) -> tuple[list
     return ids, same
 
 
-LossFunction = Callable[[Tensor, "Batch"], Tensor]
-
-
-class Split(NamedTuple):
-    """The examples of one task to learn from, and those held out."""
-
-    train: Sequence[Example]
-    held: Sequence[Example]
-
-    @classmethod
-    def of(cls, examples: Sequence[Example], share: float, seed: str) -> Split:
-        """Hold out a fraction of the examples, at least one if there are two."""
-        shuffled = random.Random(seed).sample(list(examples), len(examples))
-        held = held_out(len(shuffled), share)
-        return cls(shuffled[held:], shuffled[:held])
-
-
-def held_out(examples: int, share: float) -> int:
-    return min(examples - 1, max(1, round(share * examples))) if share and examples > 1 else 0
-
-
-def shuffled(tasks: Sequence[Sequence[Example]], seed: str) -> list[Example]:
-    every = [example for examples in tasks for example in examples]
-    return random.Random(seed).sample(every, len(every))
-
-
-def amount(factor: float, sizes: Sequence[int]) -> int:
-    """The number of examples of an average task, times `factor`."""
-    return max(1, round(factor * sum(sizes) / len(sizes)))
+def held_out(
+    examples: Sequence[Example], share: float, seed: str
+) -> tuple[list[Example], list[Example]]:
+    """The examples to learn from, and a fraction held out: at least one of two or more."""
+    shuffled = random.Random(seed).sample(list(examples), len(examples))
+    some = share and len(shuffled) > 1
+    count = min(len(shuffled) - 1, max(1, round(share * len(shuffled)))) if some else 0
+    return shuffled[count:], shuffled[:count]
 
 
 def drawn(
     weights: Sequence[float], tasks: Sequence[Sequence[Example]], factor: float, seed: str
 ) -> list[Example]:
-    """A shuffled mixture of the tasks' examples, of the size `amount`.
+    """A shuffled mixture of the tasks' examples: those of an average task, times `factor`.
 
-    Task i gets the fraction `weights[i]`, rounded at random. Its examples repeat only after all
-    of them were drawn.
-
-    Args:
-        weights: not negative, with the sum 1.
+    Task i gets the fraction `weights[i]` (their sum is 1), rounded at random. Its examples repeat
+    only after all of them were drawn.
     """
     chance = random.Random(seed)
-    total = amount(factor, [len(examples) for examples in tasks])
-    end = chance.random()
-    found: list[Example] = []
-    for weight, examples in zip(weights, tasks, strict=True):
-        begin, end = end, end + weight * total
-        count = math.floor(end + 1e-9) - math.floor(begin + 1e-9)
-        while count > 0 and examples:
-            some = chance.sample(list(examples), min(count, len(examples)))
-            found += some
-            count -= len(some)
+    total = max(1, round(factor * sum(map(len, tasks)) / len(tasks)))
+    start, found = chance.random(), list[Example]()
+    ends = [math.floor(start + total * end + 1e-9) for end in accumulate(weights, initial=0.0)]
+    for (begin, end), examples in zip(pairwise(ends), tasks, strict=True):
+        whole, rest = divmod(end - begin, len(examples)) if examples else (0, 0)
+        found += [*examples] * whole + chance.sample(list(examples), rest)
     chance.shuffle(found)
     return found
 
@@ -319,18 +213,15 @@ class Batch:
         return cls(ids.to(device), mask.to(device), counted.to(device))
 
 
-def runs(examples: Sequence[Example], size: int) -> list[Sequence[Example]]:
-    """The examples in batches of `size`."""
-    return [examples[start : start + size] for start in range(0, len(examples), size)]
+Loss = Callable[[Tensor, Batch], Tensor]
 
 
 def response_loss(logits: Tensor, batch: Batch) -> Tensor:
     """The sum over examples of the mean -log p of the response's tokens."""
     counted = batch.counted[:, :-1]
-    labels = batch.ids[:, 1:].masked_fill(~counted, -100)
-    each = cross_entropy(
-        logits[:, :-1].flatten(0, 1).float(), labels.flatten(), reduction="none", ignore_index=-100
-    ).view(labels.shape)
+    labels = batch.ids[:, 1:].masked_fill(~counted, -100)  # which cross_entropy leaves out
+    rows = logits[:, :-1].flatten(0, 1).float()
+    each = cross_entropy(rows, labels.flatten(), reduction="none").view(labels.shape)
     return (each.sum(1) / counted.sum(1)).sum()
 
 

@@ -1,313 +1,249 @@
-"""Methods by gradients: their common part, and AdaMerging and aTLAS, which learn coefficients."""
+"""The methods by gradients: AdaMerging, aTLAS, Localize-and-Stitch and WEMoE over bases.
+
+AdaMerging (Yang et al., ICLR 2024) and aTLAS (Zhang et al., NeurIPS 2024) learn coefficients of
+each layer, tensor or block of a tensor. Localize-and-Stitch (He et al., 2024) learns masks. WEMoE
+(Tang et al., ICML 2024) learns routers, which combine the bases of the MLPs for each sequence. Its
+authors' routers see the mean over tokens of their output, ours that of their input.
+"""
 
 from __future__ import annotations
 
-import itertools
-import re
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
+from torch import Tensor, nn
 
-from tvb_mergekit.core.basis import Linear, Step
+from tvb_mergekit.core.learned import stitch
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.learn.data import (
-    Example,
-    Split,
-    amount,
-    entropy,
-    held_out,
-    response_loss,
-    shuffled,
-)
-from tvb_mergekit.learn.descent import Descent, History, Moving, Schedule
-from tvb_mergekit.learn.models import bases_of, check_untied, load_model
-from tvb_mergekit.learn.work import Request, Work, save
+from tvb_mergekit.learn.data import Batch, drawn
+from tvb_mergekit.learn.job import Job, LearnedMerge
+from tvb_mergekit.learn.training import Descent, moved
 from tvb_mergekit.names import LAYER
-from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.tensors.matrices import Joined, slice_of
-from tvb_mergekit.tensors.passes import combine_pass
-from tvb_mergekit.tensors.stream import Item, Sink
+from tvb_mergekit.store.attach import LiveSink
+from tvb_mergekit.store.routing import ROUTERS, Routed, routed_parameters, router_of
+from tvb_mergekit.tensors.merging import merge_items
 
-SCHEDULES = {
-    "localize": Schedule(epochs=10, rate=3.0, batch=8, mask=True),
-    "adamerging": Schedule(epochs=10, rate=0.001, batch=16),
-    "wemoe": Schedule(epochs=10, rate=1.0, batch=16),  # over the size of a hidden state
-    "atlas": Schedule(epochs=10, rate=0.1, batch=16, decay=0.1, clip=1.0, cosine=True),
-}
-PER = Literal["layer", "tensor"]
-# Options of all methods by gradients that shape the result.
-SHAPING = ("mixture", "seed", "subsample", "held_out", "precision")
+COEFFICIENTS = "coefficients.safetensors"
 
 
-def _layers(config: Any) -> int | None:
-    return getattr(config.get_text_config(), "num_hidden_layers", None)
+class Combined(nn.Module):
+    """theta_0 + sum_m c_m B_m of one tensor, with values c [blocks, M], or their square roots."""
+
+    def __init__(self, values: nn.Parameter, bases: Tensor, nonnegative: bool = False) -> None:
+        super().__init__()
+        self.values, self.bases, self.nonnegative = values, bases, nonnegative
+
+    def forward(self, theta: Tensor) -> Tensor:
+        with torch.autocast(theta.device.type, enabled=False):
+            values = self.values.square() if self.nonnegative else self.values
+            return theta + combined(values.to(theta.device), self.bases).view_as(theta)
 
 
-class GradientMethod(Work):
-    """A method that moves the base's model in steps.
+def combined(values: Tensor, bases: Tensor) -> Tensor:
+    """sum_m c_m B_m of c [blocks, M] and B [M, n], cut into blocks by `torch.tensor_split`."""
+    pieces = bases.tensor_split(len(values), dim=1)
+    return torch.cat([row @ piece for row, piece in zip(values, pieces, strict=True)])
 
-    Attributes:
-        base: theta_0 of each tensor that moves, flattened.
-        splits: the examples of each task.
-        histories: of the descents.
+
+def rows_of(names: list[str], by_layer: bool) -> dict[str, str]:
+    """The row of coefficients of each tensor: its layer, or itself."""
+    found = {name: LAYER.match(name) if by_layer else None for name in names}
+    return {name: layer[1] if layer else name for name, layer in found.items()}
+
+
+def coefficients(job: Job) -> LearnedMerge:
+    """Learn c for the merge theta_0 + sum_m c_m B_m."""
+    request, bases = job.request, job.bases
+    rows = rows_of(job.plan.tasks.names, by_layer=request.method == "adamerging")
+    # Coefficients of few bases would stay too small: AdamW moves them by the rate at most, means of
+    # tasks are shorter than task vectors, and M/T of the examples make fewer steps.
+    scale = job.plan.basis.scale if request.method == "atlas" else 1.0
+    values = {
+        row: nn.Parameter(start.float().expand(request.blocks, -1).clone())
+        for row, start in _starts(job, rows, scale).items()
+    }
+    if request.nonnegative:  # square roots, which have no gradient at 0
+        if min(float(each.min()) for each in values.values()) <= 0:
+            raise UserError("--nonnegative begins at the recipe's `lambda`: make it larger than 0")
+        for each in values.values():
+            each.data.sqrt_()
+    descent = Descent(job)
+    stacked = bases.stacked(descent.parameters, scale)
+    moves = {n: Combined(values[rows[n]], b, request.nonnegative) for n, b in stacked.items()}
+    with moved(descent.model, descent.parameters, moves):
+        descent.run_on_all(nn.ParameterList(values.values()), descent.loss_of)
+    power = 2 if request.nonnegative else 1
+    found = {row: scale * each.detach().cpu() ** power for row, each in values.items()}
+
+    def direction(name: str, bases: Tensor) -> Tensor:
+        own = found[rows[name]].to(bases.device)
+        return combined(own, bases.flatten(1)).view_as(bases[0])
+
+    return LearnedMerge(job, direction, descent.facts, {COEFFICIENTS: found})
+
+
+def _starts(job: Job, rows: dict[str, str], scale: float) -> dict[str, Tensor]:
+    """The first coefficients [M] of each row: 0 or the recipe's addition."""
+    sizes = job.bases.sizes
+    if job.request.method == "atlas":
+        start = 0.1 / scale if job.request.nonnegative else 0.0
+        return {row: torch.full_like(sizes, start) for row in rows.values()}
+    lambdas: dict[str, list[float]] = {row: [] for row in rows.values()}
+    for item in job.plan.items():  # a row gets the mean lambda of its tensors
+        if item.tunables is not None:
+            lambdas[rows[str(item.counted_as)]].append(item.tunables.lambda_)
+    return {row: job.plan.basis.scale * sum(own) / len(own) * sizes for row, own in lambdas.items()}
+
+
+BIAS = 5.0  # the first S: sigma(5) = 0.993 in the mask, sigma(-5) = 0.007 outside
+
+
+class Mask(nn.Module):
+    """theta_0 + sigma(S) * B of one tensor of one basis, in `eval` theta_0 + kept * B; all [n]."""
+
+    def __init__(self, basis: Tensor, kept: Tensor) -> None:
+        super().__init__()
+        self.scores = nn.Parameter(torch.where(kept, BIAS, -BIAS))
+        self.basis, self.kept = basis, kept
+
+    def forward(self, theta: Tensor) -> Tensor:
+        with torch.autocast(theta.device.type, enabled=False):
+            mask = self.scores.sigmoid() if self.training else self.kept
+            return theta + (mask * self.basis).view_as(theta)
+
+
+def localize(job: Job) -> LearnedMerge:
+    """Learn masks one after another. The merge is theta_0 and their mean where masks overlap."""
+    request, bases, scale = job.request, job.bases, job.plan.basis.scale
+    descent = None if request.dataless else Descent(job)
+    every = list[dict[str, Tensor]]()
+    for number in range(bases.count):
+        own = slice(number, number + 1)
+        stacked = bases.stacked(descent.parameters if descent else None, scale, own)
+        basis = {name: b[0] for name, b in stacked.items()}
+        kept = largest({n: _sizes(b.abs(), b) for n, b in basis.items()}, request.density)
+        if descent is not None:
+            kept = _learned_mask(descent, basis, kept, number)
+        every.append({name: mask.cpu() for name, mask in kept.items()})
+
+    def direction(name: str, bases: Tensor) -> Tensor:
+        none = torch.zeros(bases[0].shape)  # of a tensor that no model has in memory
+        masks = torch.stack([each[name].view_as(none) if name in each else none for each in every])
+        return stitch(scale * bases, masks.to(bases))
+
+    return LearnedMerge(job, direction, descent.facts if descent else {})
+
+
+def _learned_mask(
+    descent: Descent, basis: dict[str, Tensor], first: dict[str, Tensor], number: int
+) -> dict[str, Tensor]:
+    """The mask of a basis by the loss of its tasks, W_e[:, m] of each, from the first one on."""
+    request, bases = descent.job.request, descent.job.bases
+    mixture = bases.mixture(request.mixture)[:, number]
+    weights, seed = (mixture / mixture.sum()).tolist(), f"{request.seed} {number}"
+    masks = {name: Mask(basis[name], first[name]) for name in basis}
+
+    def settle() -> None:
+        """Keep the largest S where B is not 0, by the density."""
+        sizes = {name: _sizes(mask.scores, mask.basis) for name, mask in masks.items()}
+        for name, kept in largest(sizes, request.density).items():
+            masks[name].kept = kept
+
+    def loss_of(batch: Batch) -> Tensor:
+        """The loss, with the penalty lambda ||sigma(S)||_1 for each example."""
+        loss = descent.loss_of(batch)
+        if request.penalty and torch.is_grad_enabled():
+            masses = [mask.scores.sigmoid().sum() for mask in masks.values()]
+            loss = loss + request.penalty * len(batch.ids) * torch.stack(masses).sum()
+        return loss
+
+    factor = len(bases.tasks) / bases.count
+    held = drawn(weights, descent.held, factor, seed) if any(descent.held) else []
+    with moved(descent.model, descent.parameters, masks):
+        descent.run(
+            nn.ModuleList(masks.values()),
+            lambda epoch: drawn(weights, descent.train, factor, f"{seed} {epoch}"),
+            held, loss_of, settle,
+        )  # fmt: skip
+    return {name: mask.kept for name, mask in masks.items()}
+
+
+def _sizes(values: Tensor, basis: Tensor) -> Tensor:
+    """Values to compare; -inf where the basis is 0, which no mask needs."""
+    return torch.where(basis != 0, values.detach(), -torch.inf)
+
+
+def largest(sizes: Mapping[str, Tensor], density: float) -> dict[str, Tensor]:
+    """Masks of the largest entries, a fraction `density` over all tensors.
+
+    Compares in float32, and leaves out -inf. Takes every k-th of equal entries at the threshold,
+    from all tensors alike: 16-bit models have thousands. Bisection finds the threshold without a
+    copy of all entries.
     """
-
-    by_gradient = True
-
-    def __init__(self, request: Request, plan: Plan) -> None:
-        super().__init__(request, plan)
-        given: dict[str, Any] = {"epochs": request.epochs, "patience": request.patience}
-        given |= {"rate": request.learning_rate, "batch": request.batch_size}
-        changes = {key: value for key, value in given.items() if value is not None}
-        self.schedule = replace(SCHEDULES[request.method], **changes)
-        self.base: dict[str, Tensor] = {}
-        self.splits: list[Split] = []
-        self.histories: list[History] = []
-        check_untied(self.models.named(self.models.empty), "the base's model")
-        pairs = [(i.name, i.base.name) for i in plan.tensors.items if i.base and i.base.name]
-        moved = any(re.findall(r"\d+", one) != re.findall(r"\d+", two) for one, two in pairs)
-        if moved or _layers(plan.config) != _layers(self.models.empty.config):
-            raise UserError(
-                f"`slices` change the base's layers, and {request.method} learns on the base: list "
-                "the models under `models`"
-            )
-
-    def _passes(self, runs: int) -> int:
-        """Forward passes of all runs, if none ends early."""
-        used = [file.count(self.share) for file in self.files]
-        held = [held_out(some, self.request.held_out) for some in used]
-        train = [some - apart for some, apart in zip(used, held, strict=True)]
-        factor, epochs = len(used) / runs, self.schedule.epochs
-        steps, apart = amount(factor, train), amount(factor, held) if any(held) else 0
-        return runs * (epochs * (steps + apart) + (apart or min(self.schedule.batch, steps)))
-
-    @abstractmethod
-    def _own_facts(self) -> dict[str, Any]:
-        """The method's own facts."""
-
-    def _prepare(self, runs: int, moves: bool = True) -> None:
-        """Load the base's model, and split the examples, for a number of descents.
-
-        Args:
-            moves: whether the descents move the model's weights, from `base`.
-        """
-        request = self.request
-        model = load_model(self.models.folder(None), self.device, self.models.trust)
-        if request.checkpointing:
-            layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-            if not layers:
-                raise UserError("--checkpointing: this model's code has no layers for it")
-            for layer in layers:  # transformers' own switch works in training mode alone
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        model.requires_grad_(False)
-        self._model, self._parameters = model, self.models.named(model)
-        if moves:
-            self.base = {n: p.detach().clone().view(-1) for n, p in self._parameters.items()}
-        self.splits = [
-            Split.of(examples, request.held_out, f"{request.seed} {task}")
-            for task, examples in self.examples.items()
-        ]
-        self._update = self.plan.engine.progress(self.method, self._passes(runs), "example")
-
-    def _descend(
-        self, moving: Moving, examples: Callable[[int], Sequence[Example]], held: Sequence[Example]
-    ) -> History:
-        loss = entropy if self.unlabeled else response_loss
-        model = self._model, self._parameters if moving.base else {}
-        descent = Descent(*model, moving, loss, self.schedule, self.dtype, self._update)
-        return descent.run(examples, held)
-
-    def _descend_on_all(self, moving: Moving) -> History:
-        """Learn from the examples of all tasks, shuffled again for each epoch."""
-        train, seed = [split.train for split in self.splits], self.request.seed
-        held = [example for split in self.splits for example in split.held]
-        return self._descend(moving, lambda epoch: shuffled(train, f"{seed} {epoch}"), held)
-
-    def _note(self, history: History) -> None:
-        self.histories.append(history)
-        self.passes = self.passes[0] + history.forward, self.passes[1] + history.backward
-
-    def facts(self) -> dict[str, Any]:
-        return {
-            **{key: getattr(self.request, key) for key in SHAPING},
-            "schedule": asdict(self.schedule),
-            **self._own_facts(),
-            "tasks": self.data_facts(),
-            "history": [asdict(history) for history in self.histories],
-        }
+    wanted = max(1, round(density * sum(size.numel() for size in sizes.values())))
+    low, high = -(2**31), 2**31 - 1
+    while low < high:  # the largest threshold that lets enough pass
+        middle = (low + high + 1) // 2
+        if sum(int((_ordered(size) >= middle).sum()) for size in sizes.values()) >= wanted:
+            low = middle
+        else:
+            high = middle - 1
+    found = {name: _ordered(size) > low for name, size in sizes.items()}
+    left = wanted - sum(int(mask.sum()) for mask in found.values())
+    equal = {n: (_ordered(size) == low) & (size > -torch.inf) for n, size in sizes.items()}
+    total, before = sum(int(ties.sum()) for ties in equal.values()), 0
+    left = min(left, total)
+    for name, ties in equal.items():
+        places = ties.nonzero()[:, 0]
+        numbers = torch.arange(before, before + len(places), device=places.device)
+        # Tie k is taken if k left / total passes a whole number.
+        taken = (numbers + 1) * left // max(1, total) > numbers * left // max(1, total)
+        found[name][places[taken]] = True
+        before += len(places)
+    return found
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The coefficients of each tensor: `blocks` rows, from `first[name]` on."""
-
-    first: Mapping[str, int]
-    titles: Sequence[str]
-    blocks: int = 1
-
-    @classmethod
-    def of(cls, names: Sequence[str], per: PER, blocks: int = 1) -> Rows:
-        """A row for each tensor, or for each layer and each tensor outside the layers.
-
-        Args:
-            blocks: rows of each tensor, one for each piece by `torch.tensor_split`.
-        """
-        titles, first = dict[str, int](), dict[str, int]()
-        for name in names:
-            layer = LAYER.match(name) if per == "layer" else None
-            first[name] = titles.setdefault(layer[1] if layer else name, blocks * len(titles))
-        return cls(first, list(titles), blocks)
-
-    def of_tensor(self, name: str) -> slice:
-        return slice(self.first[name], self.first[name] + self.blocks)
-
-    @property
-    def count(self) -> int:
-        return self.blocks * len(self.titles)
+def _ordered(values: Tensor) -> Tensor:
+    """Integers in the order of float32 values."""
+    bits = values.detach().float().view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-class Coefficients(Moving):
-    """theta_0 + sum_m c_m B_m, with c [M] for each layer, tensor or block of a tensor.
+def wemoe(job: Job) -> LearnedMerge:
+    """Learn R_l for the linear layers in MLPs. All tensors are merged by the recipe."""
+    request, plan, bases = job.request, job.plan, job.bases
+    descent = Descent(job)
+    model, parameters = descent.model, descent.parameters
+    mlps = {n: mlp for n, mlp in routed_parameters(model).items() if n in parameters}
+    if not mlps:
+        said = "wemoe routes the linear layers in modules named mlp, ffn or feed_forward"
+        raise UserError(f"{said}, and the merge moves none of them; choose another method")
+    stacked = bases.stacked({name: parameters[name] for name in mlps})
+    held = {name: parameter.detach() for name, parameter in parameters.items()}
+    items = [item for item in plan.items() if item.name in held]
+    live = [replace(item, out=torch.float32) for item in items]
+    merge_items(plan.basis, live, LiveSink(held), plan.engine)
+    moved = {name: each.view(-1, *held[name].shape) for name, each in stacked.items()}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(request.seed)
+        sizes = [descent.width] * request.depth + [bases.count]
+        routers = {mlp: router_of(sizes) for mlp in dict.fromkeys(mlps.values())}
+    for router in routers.values():  # outputs of 0: the model is the one merged by the recipe
+        for parameter in router.to(plan.engine.device)[-1].parameters():
+            nn.init.zeros_(parameter)
+    routed = Routed(model, routers, moved)
 
-    AdaMerging (Yang et al., ICLR 2024) and aTLAS (Zhang et al., NeurIPS 2024) over bases.
-    """
+    def loss_of(batch: Batch) -> Tensor:
+        # The tokens of the prompts are those up to the first one whose successor counts.
+        counted = batch.counted.long()
+        routed.prompts = (counted.cumsum(1) == counted) & batch.mask.bool()
+        return descent.loss_of(batch)
 
-    def __init__(
-        self,
-        base: Mapping[str, Tensor],
-        bases: Mapping[str, Tensor],
-        rows: Rows,
-        start: float | Tensor,
-        nonnegative: bool = False,
-    ) -> None:
-        """Begin at c = `start`, a number or [rows, M].
-
-        Args:
-            nonnegative: learn square roots of c.
-        """
-        super().__init__(base, bases)
-        self.rows, self.nonnegative = rows, nonnegative
-        example = next(iter(bases.values()))
-        value = example.new_zeros(rows.count, example.shape[0]) + torch.as_tensor(start).to(example)
-        if nonnegative:
-            if float(value.min()) <= 0:
-                raise UserError(
-                    "--nonnegative begins at the recipe's `lambda`: make it larger than 0"
-                )
-            value.sqrt_()
-        self.variables = [value.requires_grad_()]
-
-    @property
-    def values(self) -> Tensor:
-        """c [rows, M]."""
-        (value,) = self.variables
-        return value.square() if self.nonnegative else value
-
-    def theta(self, name: str) -> Tensor:
-        own, bases = self.values[self.rows.of_tensor(name)], self.bases[name]
-        pieces = bases.tensor_split(self.rows.blocks, dim=1)
-        moved = [row @ piece for row, piece in zip(own, pieces, strict=True)]
-        return torch.cat(moved).add(self.base[name])
-
-
-class CoefficientMethod(GradientMethod):
-    """Learns c for the merge theta_0 + sum_m c_m B_m, for each layer, tensor or block."""
-
-    @property
-    def rows(self) -> Rows:
-        return Rows.of(self.plan.tasks.names, self.per, self.request.blocks)
-
-    @property
-    def per(self) -> PER:
-        return "layer" if self.method == "adamerging" else "tensor"
-
-    @property
-    def outputs(self) -> list[Path]:
-        return [self.place / "coefficients.safetensors"]
-
-    @property
-    def _scale(self) -> float:
-        """The factor of bases while aTLAS learns: T / M under `lambda_scale: tasks`.
-
-        Without it coefficients of few bases stay too small: AdamW moves them by the rate at most,
-        means of tasks are shorter than task vectors, and M/T of the examples make fewer steps.
-        """
-        return self.plan.basis.scale if self.method == "atlas" else 1.0
-
-    def _own_facts(self) -> dict[str, Any]:
-        adamerging, request = self.method == "adamerging", self.request
-        facts = {"per": self.per, "blocks": request.blocks, "nonnegative": request.nonnegative}
-        return facts | ({"start": self._start().tolist()} if adamerging else {"scale": self._scale})
-
-    def _start(self) -> Tensor:
-        """The first coefficients, [rows, M] float64.
-
-        aTLAS begins at 0. AdaMerging begins at the recipe's addition; a row gets the mean lambda
-        of its tensors.
-        """
-        plan, basis, rows = self.plan, self.plan.basis, self.rows
-        columns = bases_of(plan).shape[1]
-        if self.method != "adamerging":  # a square has no gradient at 0
-            start = 0.1 / self._scale if self.request.nonnegative else 0.0
-            return torch.full((rows.count, columns), start).double()
-        found: list[list[float]] = [[] for _ in range(rows.count)]
-        for item in plan.items():
-            if item.tunables is not None:
-                found[rows.first[str(item.counted_as)]].append(item.tunables.lambda_)
-        lambdas = torch.tensor([sum(some) / len(some) for some in found], dtype=torch.float64)
-        addition = torch.ones(columns, dtype=torch.float64)
-        if plan.recipe.store is not None:  # its bases may stand for several tasks
-            addition = basis.directions["lambda"][:columns]
-            addition = addition / torch.tensor(plan.recipe.weights).double()
-        return basis.scale * torch.outer(lambdas, addition)
-
-    def learn(self) -> None:
-        self._prepare(1)
-        bases, rows = self.models.stacked(bases_of(self.plan) * self._scale), self.rows
-        moving = Coefficients(self.base, bases, rows, self._start(), self.request.nonnegative)
-        self._note(self._descend_on_all(moving))
-        values = {"coefficients": moving.values.detach() * self._scale}
-        save(self.outputs[0], values, {**self.facts(), "rows": list(rows.titles)})
-
-    def merge_into(self, plan: Plan, sink: Sink, items: Sequence[Item]) -> None:
-        values, rows = load_file(self.outputs[0])["coefficients"], self.rows
-        weights = values.double() @ bases_of(plan).T  # of the plan's vectors
-        pieces, steps = list[Item](), dict[str, Step]()
-        joined = Joined(sink, {})
-        for item in items:
-            if item.tunables is None:
-                pieces.append(item)
-                continue
-            own = weights[rows.of_tensor(str(item.counted_as))]
-            for number, (first, piece) in enumerate(blocks_of(item, rows.blocks)):
-                name = item.name if rows.blocks == 1 else f"{item.name}, block {number}"
-                joined.places[name] = item, first
-                pieces.append(replace(piece, name=name))
-                steps[name] = Linear([[(1.0, own[number])]])
-        combine_pass(pieces, steps, joined, plan.engine)
-
-
-def blocks_of(item: Item, blocks: int) -> list[tuple[int, Item]]:
-    """The first element of each block, and the block, as `torch.tensor_split` cuts the entries.
-
-    Empty blocks are left out, except the first.
-    """
-    if blocks == 1:
-        return [(0, item)]
-    least, more = divmod(item.numel, blocks)
-    sizes = [least + (number < more) for number in range(blocks)]
-    starts = [0, *itertools.accumulate(sizes)]
-    return [
-        (start, slice_of(item, start, (size,)))
-        for number, (start, size) in enumerate(zip(starts, sizes, strict=False))
-        if size or not number
-    ]
+    routed.route()
+    descent.run_on_all(nn.ModuleList(routers.values()), loss_of)
+    out = {item.name: item.out for item in items}
+    found = {name: each.to(out[name]) for name, each in moved.items()}
+    for mlp, router in routers.items():
+        found |= {f"{mlp}.router.{key}": each for key, each in router.state_dict().items()}
+    return LearnedMerge(job, None, descent.facts, {ROUTERS: found})

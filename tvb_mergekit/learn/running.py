@@ -1,25 +1,35 @@
-"""`tvb learn` in order: the request, learning, the merged model."""
+"""`tvb learn` in order: the request, the data, learning, the merged model."""
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable
+from random import Random
 
-from tvb_mergekit.learn.fisher_regmean import StatisticsMethod
-from tvb_mergekit.learn.gradients import CoefficientMethod
-from tvb_mergekit.learn.localize import Localize
-from tvb_mergekit.learn.wemoe import Wemoe
-from tvb_mergekit.learn.work import Request, Work
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from transformers import AutoConfig
+
+from tvb_mergekit.core.gram import NO_TENSOR
+from tvb_mergekit.core.settings import MATRIX_METHODS
+from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.learn.data import Example, encode, open_tokenizer, read_data
+from tvb_mergekit.learn.gradients import coefficients, localize, wemoe
+from tvb_mergekit.learn.job import Job, LearnedMerge, Request, TaskBases
+from tvb_mergekit.learn.statistics import weighted_mean
 from tvb_mergekit.plugin.planner import input_folders, planned
 from tvb_mergekit.plugin.run import staged, write_model
-from tvb_mergekit.tensors.output import check_disk, check_output_folder, warn_of_stale_parts
+from tvb_mergekit.tensors.output import check_output_folder, warn_of_stale_parts
 
-METHODS: dict[str, type[Work]] = {
-    "fisher": StatisticsMethod,
-    "regmean": StatisticsMethod,
-    "localize": Localize,
-    "adamerging": CoefficientMethod,
-    "atlas": CoefficientMethod,
-    "wemoe": Wemoe,
+LOG = logging.getLogger(__name__)
+METHODS: dict[str, Callable[[Job], LearnedMerge]] = {
+    "fisher": weighted_mean,
+    "regmean": weighted_mean,
+    "localize": localize,
+    "adamerging": coefficients,
+    "atlas": coefficients,
+    "wemoe": wemoe,
 }
 
 
@@ -29,19 +39,58 @@ def learn(request: Request) -> None:
     Raises:
         UserError, MergeRefused: the request, the inputs or the machine refuse it.
     """
-    started = time.perf_counter()
-    request.check()
-    check_output_folder(request.out, input_folders(request.document.recipe))
+    started, recipe, method = time.perf_counter(), request.document.recipe, request.method
+    known = ["basis_ta", *(MATRIX_METHODS if method == "wemoe" else ())]
+    if recipe.settings.method not in known:
+        found = f"`merge_method` is {recipe.settings.method}"
+        raise UserError(f"{found}: {method} needs {' or '.join(known)}")
+    if request.document.config.slices and method not in ("fisher", "regmean"):
+        raise UserError(f"{method} learns on the base's layers: list `models`, not `slices`")
+    begins = method in ("adamerging", "wemoe")  # at the recipe's merge
+    unused = [key for key in request.document.varying if key != "lambda" or not begins]
+    if unused and recipe.bases is None:  # a store's own recipes have some
+        LOG.warning("%s does not use the recipe's `%s`", method, listed(unused))
+    check_output_folder(request.out, input_folders(recipe))
+    warn_of_stale_parts(request.out)
     with planned(request.document, request.options) as plan:
-        work = METHODS[request.method](request, plan)
-        warn_of_stale_parts(request.out)
-        check_disk(request.out, plan.output_bytes + work.disk)
+        if not plan.tasks.items:
+            raise UserError(NO_TENSOR)
+        for name in plan.tensors.changed:
+            raise UserError(f"the tokenizer changes `{name}`; leave out `tokenizer_source`")
+        bases = TaskBases(plan)
+        examples = _read(request, bases)
         plan.build(inner=True)  # statistics are mixed by the encoder itself
         with staged(request.out) as stage:
-            work.place = stage.path.with_name(f"{stage.path.name}.learned")
-            work.place.mkdir()
+            place = stage.path.with_name(f"{stage.path.name}.learned")
+            place.mkdir(exist_ok=True)
+            AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier call
+            accelerator = Accelerator(
+                cpu=plan.engine.device.type == "cpu",
+                mixed_precision="bf16" if request.precision == "bfloat16" else "no",
+            )
+            job = Job(request, plan, bases, examples, accelerator, place)
             began = time.perf_counter()
-            work.learn()
-            plan.learned = work
-            work.seconds = plan.basis.seconds["learn"] = time.perf_counter() - began
+            plan.learned = METHODS[method](job)
+            plan.basis.seconds["learn"] = time.perf_counter() - began
             write_model(plan, request.document, stage, started)
+
+
+def _read(request: Request, bases: TaskBases) -> dict[str, list[Example]]:
+    """The examples in use of each task."""
+    found = dict[str, list[Example]]()
+    if request.dataless:
+        return found
+    method, trust = request.method, bases.trust
+    tasks = None if method == "atlas" else bases.tasks
+    unlabeled = method == "adamerging" or request.unlabeled
+    data = read_data(request.data, tasks, unlabeled, texts=method != "wemoe")
+    share = bases.count / len(bases.tasks) if request.subsample else 1.0  # paper, section 3.2
+    for task, records in data.items():
+        own = bases.folder(task if method in ("fisher", "regmean") else None)
+        tokenizer = open_tokenizer([own, bases.folder(None)], trust)
+        config = AutoConfig.from_pretrained(own, trust_remote_code=trust).get_text_config()
+        context = int(getattr(config, "max_position_embeddings", None) or 2**31)
+        every = encode(records, tokenizer, context)
+        count, chance = max(1, int(len(every) * share + 0.5)), Random(f"{request.seed} {task}")
+        found[task] = [every[k] for k in sorted(chance.sample(range(len(every)), count))]
+    return found

@@ -1,158 +1,136 @@
-"""Statistics of one task's model, summed over its examples.
+"""Fisher merging and RegMean: statistics of each task's model, and the merge by them.
 
 Examples pass one at a time, so no sum contains padding.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers.pytorch_utils import Conv1D
 
+from tvb_mergekit.core.learned import fisher_mean, regression_mean, task_factors
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.data import Example
+from tvb_mergekit.learn.job import WEIGHTS, Job, LearnedMerge, Parameters, linear_layers
+from tvb_mergekit.progress import Update
 
-Parameters = Mapping[str, nn.Parameter]
-WEIGHTS = "look at the models' weights (`tvb inspect RECIPE`)"
+Sums = dict[str, Tensor]
 
 
-def fisher(
+def fisher_information(
     model: nn.Module,
     parameters: Parameters,
     examples: Sequence[Example],
-    samples: int = 0,
-    seed: str = "",
-    update: Callable[[int], object] = lambda done: None,
-) -> dict[str, Tensor]:
-    """The diagonal Fisher information of each parameter, in float32 on the CPU.
-
-    F is the mean over examples of the squared gradient of log p(response | prompt). With `samples`
-    the response's tokens are drawn that often from the model's distribution at each place, and the
-    squares are averaged: the expectation in Fisher's definition.
-
-    Args:
-        update: called with the number of finished examples.
-
-    Raises:
-        UserError: a loss or a sum is not finite.
-    """
-    device = next(model.parameters()).device
-    number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "big") % 2**63
-    generator = torch.Generator("cpu").manual_seed(number)
+    update: Update = lambda done: None,
+) -> Sums:
+    """The sum over examples of the squared gradient of log p(response | prompt), in float32."""
     sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
-
-    def add(name: str, gradient: Tensor) -> None:
-        sums[name].addcmul_(gradient, gradient)
-
     model.requires_grad_(False)
-    with torch.enable_grad(), gradients_to(add, parameters):
-        for example in examples:
-            logits, labels = _predicted(model, example, device)
-            drawn = [labels]
-            if samples:
-                places = torch.softmax(logits.detach(), -1).cpu()
-                each = torch.multinomial(places, samples, replacement=True, generator=generator)
-                drawn = [column.to(device) for column in each.T]
-            for wanted in drawn:
-                loss = cross_entropy(logits, wanted, reduction="sum")
-                _check_finite(loss, example)
-                loss.backward(retain_graph=wanted is not drawn[-1])
-            update(1)
-    scale = 1 / (len(examples) * max(1, samples))
-    return _checked({name: total.mul_(scale).cpu() for name, total in sums.items()}, examples)
-
-
-@contextmanager
-def gradients_to(use: Callable[[str, Tensor], None], parameters: Parameters) -> Iterator[None]:
-    """Compute the gradients of parameters; `use` gets each with its name, then it is freed."""
-
-    def hand_on(name: str, parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        use(name, gradient)
-
-    with ExitStack() as stack:
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
+    for example in examples:
+        cross_entropy(*_predicted(model, example), reduction="sum").backward()
         for name, parameter in parameters.items():
-            parameter.requires_grad_(True)
-            hook = parameter.register_post_accumulate_grad_hook(partial(hand_on, name))
-            stack.callback(hook.remove)
-        yield
+            if (gradient := parameter.grad) is not None:
+                sums[name].addcmul_(gradient, gradient)
+                parameter.grad = None
+        update(1)
+    return sums
 
 
-def grams(
+def input_grams(
     model: nn.Module,
     layers: Mapping[str, nn.Module],
     examples: Sequence[Example],
-    update: Callable[[int], object] = lambda done: None,
-) -> dict[str, Tensor]:
-    """X^T X of the inputs X [tokens, n] of each linear layer, [n, n] float32 on the CPU.
+    update: Update = lambda done: None,
+) -> Sums:
+    """X^T X of the inputs X [tokens, n] of each linear layer, [n, n] float32.
 
     Products of one example are float32, their sum is float64: RegMean's solution can multiply its
     error by the condition number. All tokens count, also those of the prompt.
-
-    Raises:
-        UserError: a loss or a sum is not finite.
     """
-    device = next(model.parameters()).device
-    sums = {}
+    sums: Sums = {}
     for name, layer in layers.items():
-        assert isinstance(layer.weight, Tensor)
-        size = layer.weight.shape[input_dimension(layer)]
-        sums[name] = torch.zeros(size, size, dtype=torch.float64, device=device)
+        weight: Any = layer.weight
+        size = weight.shape[1 if isinstance(layer, nn.Linear) else 0]
+        sums[name] = torch.zeros(size, size, dtype=torch.float64, device=weight.device)
 
-    def add(total: Tensor, layer: nn.Module, given: tuple[Any, ...]) -> None:
-        rows = given[0].detach().reshape(-1, total.shape[0]).float()
-        with torch.autocast(device.type, enabled=False):
-            total.add_(rows.T @ rows)
+    def add(name: str, layer: nn.Module, given: tuple[Tensor, ...]) -> None:
+        rows = given[0].flatten(0, -2).float()
+        with torch.autocast(rows.device.type, enabled=False):
+            sums[name].add_(rows.T @ rows)
 
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
+    with ExitStack() as stack, torch.no_grad():
         for name, layer in layers.items():
-            stack.callback(layer.register_forward_pre_hook(partial(add, sums[name])).remove)
+            stack.callback(layer.register_forward_pre_hook(partial(add, name)).remove)
         for example in examples:
-            logits, labels = _predicted(model, example, device)
-            _check_finite(cross_entropy(logits, labels), example)
+            _predicted(model, example)
             update(1)
-    for name in list(sums):  # one after another: only one is held in both dtypes
-        sums[name] = sums.pop(name).float().cpu()
-    return _checked(sums, examples)
+    return {name: total.float() for name, total in sums.items()}
 
 
-def linear_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """id of a weight -> its linear layer. Weights tied to an embedding are left out."""
-    every = list(model.modules())
-    embedded = {id(each.weight) for each in every if isinstance(each, nn.Embedding)}
-    linear = (each for each in every if isinstance(each, nn.Linear | Conv1D))
-    return {id(each.weight): each for each in linear if id(each.weight) not in embedded}
-
-
-def input_dimension(layer: nn.Module) -> int:
-    """The dimension of a linear layer's weight for its inputs; 0 in GPT-2."""
-    return 0 if isinstance(layer, Conv1D) else 1
-
-
-def _predicted(model: nn.Module, example: Example, device: torch.device) -> tuple[Tensor, Tensor]:
+def _predicted(model: Any, example: Example) -> tuple[Tensor, Tensor]:
     """Logits [n, vocabulary] float32 for the n tokens of the response, and these tokens [n]."""
-    ids = torch.tensor([list(example.ids)], device=device)
+    ids = torch.tensor([list(example.ids)], device=next(model.parameters()).device)
     logits = model(input_ids=ids, use_cache=False).logits[0]
-    return logits[example.start - 1 : -1].float(), ids[0, example.start :]
+    return logits[example.start - 1 : -1].float(), ids[0, example.start :].to(logits.device)
 
 
-def _check_finite(loss: Tensor, example: Example) -> None:
-    if not torch.isfinite(loss):
-        place = f"{example.path}, line {example.line}"
-        raise UserError(f"{place}: the loss is {float(loss)}; {WEIGHTS}")
+def weighted_mean(job: Job) -> LearnedMerge:
+    """The mean of theta_0 + B_m, weighted by statistics of the tasks' models."""
+    request, bases, fisher = job.request, job.bases, job.request.method == "fisher"
+    mixture, scale = bases.mixture(request.mixture), job.plan.basis.scale
+    factors = torch.full((len(mixture),), scale, dtype=torch.float64)
+    if scale != 1 and request.mixture == "encoder":
+        factors = task_factors(mixture, bases.encoder)
+    files, totals, turned = list[Path](), list[float](), set[str]()
+    update = job.progress(sum(map(len, job.examples.values())))
+    for number, task in enumerate(bases.tasks):
+        model, parameters = bases.load(task, request.spread)
+        layers = linear_layers(model, parameters)
+        turned |= {name for name, layer in layers.items() if not isinstance(layer, nn.Linear)}
+        examples = job.mine(job.examples[task])
+        with job.accelerator.autocast():
+            if fisher:
+                own = fisher_information(model, parameters, examples, update)
+            else:
+                own = input_grams(model, layers, examples, update)
+        sums = {name: job.accelerator.reduce(total, "sum").cpu() for name, total in own.items()}
+        for name, total in sums.items():
+            if not torch.isfinite(total).all():
+                where = f"the statistics of task `{task}` are not finite in tensor `{name}`"
+                raise UserError(f"{where}; {WEIGHTS}")
+            if fisher:
+                total /= len(job.examples[task])
+        totals.append(sum(float(total.double().sum()) for total in sums.values()))
+        files.append(job.place / f"{number}.safetensors")  # T of them do not fit into memory
+        if job.accelerator.is_main_process:
+            save_file(sums, files[-1])
+        del model, parameters, layers, own, sums  # before the next model is loaded
+    job.accelerator.wait_for_everyone()
+    if request.normalize:
+        mixture = mixture * torch.tensor([t and 1 / t for t in totals]).double()[:, None]
+    stored = [safe_open(file, "pt") for file in files]
+    known = set.intersection(*(set(file.keys()) for file in stored))
 
+    def direction(name: str, bases: Tensor) -> Tensor:
+        if name not in known:
+            return bases.mean(0)
+        own = (file.get_tensor(name) for file in stored)
+        if fisher:
+            return fisher_mean(bases, own, mixture, factors, scale)
+        how = mixture, factors, scale, request.off_diagonal
+        if name in turned:
+            return regression_mean(name, bases.mT, own, *how).mT
+        return regression_mean(name, bases, own, *how)
 
-def _checked(sums: dict[str, Tensor], examples: Sequence[Example]) -> dict[str, Tensor]:
-    for name, total in sums.items():
-        if not torch.isfinite(total).all():
-            raise UserError(f"{examples[0].path}: the statistics of tensor `{name}` are not finite")
-    return sums
+    return LearnedMerge(job, direction, {"factors": factors.tolist()})
