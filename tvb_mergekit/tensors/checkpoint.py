@@ -67,7 +67,7 @@ class Checkpoint(Weights):
     shards: tuple[str, ...]
     tensors: dict[str, TensorInfo]
     _mapped: dict[str, object] = field(default_factory=dict, repr=False)
-    _local: Any = field(default_factory=threading.local, repr=False)
+    _open: tuple[str, Any] = field(default=("", None), repr=False)  # the last file that was read
     _seen: dict[str, object] = field(default_factory=dict, repr=False)  # identities of the shards
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
@@ -133,19 +133,20 @@ class Checkpoint(Weights):
         chunk = out[: stop - start]
         if info.offset is None:  # a PyTorch file
             return chunk.copy_(self.tensor(name).view(-1)[start:stop])
-        own = self._local  # a thread holds one file of each model open
-        if getattr(own, "shard", None) != info.shard:
-            self._check_unchanged(info.shard)
-            own.shard, own.file = info.shard, OwnFile(self.folder / info.shard)
-        own.file.seek(info.offset + start * info.dtype.itemsize)
         data: Any = chunk.view(torch.uint8).numpy()
-        while len(data):  # Linux reads 2 GB at most
-            if not (count := own.file.readinto(data)):
-                raise UserError(
-                    f"{self.folder / info.shard}: ends in tensor `{name}`; the file was changed "
-                    "while it was read"
-                )
-            data = data[count:]
+        with self._lock:  # threads share one open file: hundreds of models have as many
+            if self._open[0] != info.shard:
+                self._check_unchanged(info.shard)
+                self._open = info.shard, OwnFile(self.folder / info.shard)
+            file = self._open[1]
+            file.seek(info.offset + start * info.dtype.itemsize)
+            while len(data) and (count := file.readinto(data)):  # Linux reads 2 GB at most
+                data = data[count:]
+        if len(data):
+            raise UserError(
+                f"{self.folder / info.shard}: ends in tensor `{name}`; the file was changed while "
+                "it was read"
+            )
         return chunk
 
     def _check_unchanged(self, shard: str) -> None:
@@ -204,7 +205,7 @@ def weight_files(folder: str | os.PathLike[str]) -> list[str]:
 
 
 class OwnFile(io.FileIO):
-    """A file that closes without a warning when its thread ends."""
+    """A file that closes without a warning when nothing needs it any more."""
 
     def __del__(self) -> None:
         self.close()
