@@ -153,7 +153,7 @@ def by_basis(study: Study, *kinds: str) -> Rows:
         ((TITLES[models], named(basis, count)),
          [r for kind in kinds for r in study.find(models, kind=kind, basis=basis, num_bases=count)])
         for models in MODELS for basis in BASES for count in study.sizes(models, basis, *kinds)
-        if count > 2
+        if count > 2 or 2 * count == len(MODELS[models][1])
     ]  # fmt: skip
 
 
@@ -281,7 +281,7 @@ def online(study: Study) -> str:
     }
     rows = [((TITLES[models], title, str(budget)),
              study.find(models, kind="online", how=how, budget=budget))
-            for models in MODELS for budget in (4, 6)
+            for models, (_, tasks) in MODELS.items() for budget in [len(tasks) // 2]
             for how, title in (("ae", "Algorithm 1, `ae`"), ("rand_select", "random buffer"))
             ]  # fmt: skip
     return grid(("models", "held", "M"), columns, rows)
