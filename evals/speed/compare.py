@@ -15,6 +15,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -154,38 +155,40 @@ def main(
     work: Path, keep: bool, megabytes: int, tasks: int, rounds: int, only: tuple[str, ...]
 ) -> None:
     """Time whole commands, ours and mergekit's own in turn, and stores against models."""
+    before = {path.name for path in work.glob("*")}
     folder = models.ensure(work.resolve(), tasks, megabytes)
-    place = work.resolve() / "run"
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir()
-    for file in folder.glob("*/*.safetensors"):
-        file.read_bytes()  # into the page cache
-    text = f"{tasks} models of {megabytes} MB, in the page cache; {rounds} rounds.\n\n{HEAD}"
-    after = ""
-    for name in [name for name in PAIRS if not only or name in only]:
-        pair = []
-        for merge in PAIRS[name]:
-            file, ours = place / f"{merge[0]}.yml", merge[0].startswith("basis_")
-            given = recipe(file, folder, tasks, merge)
-            words = [MERGEKIT, given, place / "out", "--no-copy-tokenizer"]
-            pair.append(Timed(f"`{merge[0]}` ({name})", words, [MERGEKIT, "--help"], ours))
-        text += compared(pair, rounds, place)
-    if not only or "store" in only:
-        every = recipe(place / "all.yml", folder, tasks, ("basis_ta", {"basis": "none"}, {}))
-        store, imports = place / "store", [sys.executable, "-c", "import tvb_mergekit.plugin.run"]
-        seconds, _ = run([*TVB, "build", every, store, "--lossless"], place, ours=True)
-        out = place / "out"
-        stored = [*TVB, "merge", store, out, "--method", "add"]
-        pair = [Timed("`tvb merge` of a lossless store", stored, imports),
-                Timed("the same of its models", [*TVB, "merge", every, out], imports)]  # fmt: skip
-        text += compared(pair, rounds, place)
-        size = sum(file.stat().st_size for file in store.rglob("*.safetensors")) / 1e6
-        after = f"\n`tvb build --lossless` took {seconds:.1f} s; the store has {size:.0f} MB.\n"
-        after += switching(store, folder / "base", rounds)
+    with tempfile.TemporaryDirectory(dir=work.resolve(), prefix="run-") as run_folder:
+        place = Path(run_folder)
+        for file in folder.glob("*/*.safetensors"):
+            file.read_bytes()  # into the page cache
+        text = f"{tasks} models of {megabytes} MB, in the page cache; {rounds} rounds.\n\n{HEAD}"
+        after = ""
+        for name in [name for name in PAIRS if not only or name in only]:
+            pair = []
+            for merge in PAIRS[name]:
+                file, ours = place / f"{merge[0]}.yml", merge[0].startswith("basis_")
+                given = recipe(file, folder, tasks, merge)
+                words = [MERGEKIT, given, place / "out", "--no-copy-tokenizer"]
+                pair.append(Timed(f"`{merge[0]}` ({name})", words, [MERGEKIT, "--help"], ours))
+            text += compared(pair, rounds, place)
+        if not only or "store" in only:
+            every = recipe(place / "all.yml", folder, tasks, ("basis_ta", {"basis": "none"}, {}))
+            store, imports = (
+                place / "store",
+                [sys.executable, "-c", "import tvb_mergekit.plugin.run"],
+            )
+            seconds, _ = run([*TVB, "build", every, store, "--lossless"], place, ours=True)
+            commands = {"a lossless store": [store, place / "out", "--method", "add"],
+                        "its models": [every, place / "out"]}  # fmt: skip
+            pair = [Timed(f"`tvb merge` of {title}", [*TVB, "merge", *words], imports)
+                    for title, words in commands.items()]  # fmt: skip
+            text += compared(pair, rounds, place)
+            size = sum(file.stat().st_size for file in store.rglob("*.safetensors")) / 1e6
+            after = f"\n`tvb build --lossless` took {seconds:.1f} s; the store has {size:.0f} MB.\n"
+            after += switching(store, folder / "base", rounds)
     (work / "results.md").write_text(text + after)
     click.echo(text + after)
-    shutil.rmtree(place)
-    if not keep:
+    if not keep and folder.name not in before:
         shutil.rmtree(folder)
 
 

@@ -17,14 +17,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-VERSION = 2  # of the models: another number is another folder
 SLACK = 2**20  # elements: the places in the noise buffer that a tensor may start at
 PIECE = 2**26  # elements: longer tensors repeat the noise
 
 
 def ensure(work: Path, tasks: int, megabytes: int, seed: int = 0) -> Path:
     """The folder of such models in `work`, written unless it is there."""
-    folder = work / f"models-{tasks}x{megabytes}MB-seed{seed}-v{VERSION}"
+    folder = work / f"models-{tasks}x{megabytes}MB-seed{seed}-v2"
     if not folder.exists():
         generate(folder, tasks, megabytes, seed)
     return folder
