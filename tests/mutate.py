@@ -33,8 +33,6 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("core/learned.py", "one, alpha=sum(weights)", "one, alpha=1"),
         ("core/learned.py", "right[:, dead] = unseen *", "right[:, dead] = 0 *"),
         ("core/learned.py", "root).T.mul(scales)", "root).T"),
-    ],
-    "test_learn_gradients.py -k 'finite or stitched or published or begins'": [
         ("core/learned.py", "masks.sum(0).clamp(min=1)", "masks.amax(0).clamp(min=1)"),
     ],
     "test_matrices.py": [

@@ -13,7 +13,6 @@ import torch
 from commands import refused, tvb
 from safetensors.torch import load_file, save_file
 from test_learn import TASKS, Case, data_words, facts
-from test_learn_gradients import assert_finite_differences, mean_loss
 from tiny import gpt2, llama, load, mistral
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -21,8 +20,6 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import tvb_mergekit as library
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.learn.data import Batch, Example, entropy, response_loss
-from tvb_mergekit.store import routing
 from tvb_mergekit.store.routing import Routed, routed_parameters, router_of
 
 PROMPTS = ([3, 1, 4, 1, 5, 9], [2, 7, 1], [8, 2, 8, 1, 8])
@@ -141,27 +138,6 @@ def test_caches_masks_casts_and_wrappers() -> None:
     again.reset()
 
 
-@pytest.mark.parametrize(("depth", "loss"), [(1, entropy), (2, response_loss)])
-def test_gradients_of_routers_are_finite_differences(depth, loss, monkeypatch):
-    """GPT-2 in float64, one sequence combined at a time with depth 2."""
-    monkeypatch.setattr(routing, "COMBINED", 1 if depth == 2 else 2**28)
-    there = made(gpt2, depth)
-    model = there.model
-    variables = [p.requires_grad_() for r in there.routers.values() for p in r.parameters()]
-    examples = [Example(ids, start) for ids, start in zip(PROMPTS, (2, 2, 1), strict=True)]
-    batch = Batch.of(examples, torch.device("cpu"))
-    there.prompts = torch.tensor([[1, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0]])
-    with routing_of(there):
-        (loss(model(input_ids=batch.ids, attention_mask=batch.mask).logits, batch) / 3).backward()
-
-        def value() -> float:
-            with torch.no_grad():
-                logits = model(input_ids=batch.ids, attention_mask=batch.mask).logits
-            return mean_loss(loss, logits, examples)
-
-        assert_finite_differences(variables, value)
-
-
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(tmp_path_factory.mktemp("wemoe"))
@@ -231,10 +207,6 @@ def test_prompts_alone_depth_checkpointing_and_a_store(case: Case, tmp_path: Pat
     tvb("build", source, tmp_path / "store", "--quiet")
     short = ("--epochs", 2, "--learning-rate", 0.01, "--held-out", 0, "--depth", 2)
     assert "`prompt` and `response`" in refused("learn", source, "wemoe", *words, "--out", tmp_path)
-    (tmp_path / "texts").mkdir()
-    texts = data_words(tmp_path / "texts", {task: [{"text": "t1 t2"}] for task in prompts})
-    told = refused("learn", tmp_path / "store", "wemoe", *texts, "--out", tmp_path)
-    assert "line 1: expected `prompt` and `response`, or `messages`; found text" in told
     plain = case.learn(source, "wemoe", "plain", *words, "--unlabeled", *short)
     told = facts(plain.folder)
     assert told["unlabeled"] and told["depth"] == 2 and told["schedule"]["rate"] == 0.01
@@ -274,12 +246,6 @@ def test_models_and_files_that_do_not_fit(case, tmp_path, monkeypatch):
     place.write_bytes(place.read_bytes()[:-1])
     with pytest.raises(UserError, match="damaged; copy it again"):
         library.attach(loaded(folder), folder)
-    live = attached(merged.folder)
-    model = live.route()
-    cache = model(torch.tensor([PROMPTS[0]] * 2)).past_key_values
-    with pytest.raises(UserError, match="after 2 prompts"):
-        cache.batch_select_indices(torch.tensor([0]))
-        model(torch.tensor([[1]]), past_key_values=cache)
     words = [case.recipe("no-mlp", basis="none", exclude="mlp"), "wemoe", *case.words, "--quiet"]
     assert "merge moves none of them" in refused("learn", *words, "--out", tmp_path / "no")
     assert set(TASKS) == facts(merged.folder)["examples"].keys()
