@@ -55,7 +55,7 @@ PIECES = 7
 # Copies to the device and from it. A pass moves each input of each piece once.
 SUMS = 2 * len(SHAPES)  # back: G and the base's norm, of each tensor
 GRAM = PIECES * (1 + T), SUMS
-LINEAR = PIECES * (1 + T) + 2, PIECES  # also the weights and scales; back: the outputs
+LINEAR = PIECES * (1 + T) + 1, PIECES  # also the weights; back: the outputs
 COUNT = PIECES * (1 + T) + 2, 1  # also the weights and the histogram, which comes back
 TRIM = PIECES * (1 + T) + 1, PIECES  # also the weights
 
@@ -65,7 +65,7 @@ def matrices(*scalars: int) -> tuple[int, int]:
 
     `scalars` are the numbers of each matrix that the host sends, and that it needs.
     """
-    up = (1 + T + 2) + 6 * (1 + T) + 2 * 2 + 2 * (1 + scalars[0]) + 6 * 2 + 2 * 2
+    up = (1 + T + 1) + 6 * (1 + T) + 2 + 2 * (1 + scalars[0]) + 6 * 2 + 2
     return up, 1 + 6 + 2 * (1 + scalars[1]) + 6
 
 
@@ -312,7 +312,7 @@ def test_stores(stored: tuple[Path, Bases], device: Device) -> None:
         return sink.states[0]
 
     pieces = len(SHAPES) if store.facts.store.codec != "dense" else PIECES  # complete blocks
-    assert copies(device, run) == (pieces * (1 + T) + 2, pieces)
+    assert copies(device, run) == (pieces * (1 + T) + 1, pieces)
 
 
 def test_live(stored: tuple[Path, Bases], device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

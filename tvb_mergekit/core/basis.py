@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,66 +28,42 @@ from tvb_mergekit.core.settings import BASES, METHODS, Settings
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import phase
 
-Term = tuple[float, Tensor]  # a scale, and the weights [T] of the direction that it scales
+Term = tuple[float, Tensor]  # a scale, and the weights [T, K] of the directions that it scales
 # From theta_0 [n] and task vectors [T, n], float32 and not changed, to outputs [K, n].
 Compute = Callable[[Tensor, Tensor], Tensor]
 
 
-class Step(Protocol):
-    """The merge of one tensor: `Linear`, `Entrywise`, or a step of `learned`.
-
-    `count` is the number of outputs, `rows` that of the float32 rows of a piece that `compute`
-    needs next to the inputs. Steps are equal if they are one object.
-    """
-
-    @property
-    def count(self) -> int: ...
-    @property
-    def rows(self) -> int: ...
-    def on(self, device: torch.device) -> Compute: ...
-    def __hash__(self) -> int: ...
-
-
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """Outputs theta_0 (or 0) + sum over their terms of fl(scale * sum_i weights[i] * tau_i).
+    """A step: K outputs theta_0 (or 0) + sum over the terms of fl(scale * T weights).
 
     Addition over bases and negation have this form (paper Eq. 3), since B = T W_e (Eq. 8) and
     T_hat = T R (Eq. 10): the terms are (lambda, W_e 1) and (-alpha, R[:, forget] 1). Bases and
     exports have it as well.
     """
 
-    outputs: Sequence[Sequence[Term]]
+    terms: Sequence[Term]
     add_base: bool = True
 
     @classmethod
     def of(cls, matrix: Tensor, add_base: bool = False) -> Linear:
         """One output for each column of `matrix` [T, K]."""
-        return cls([[(1.0, column)] for column in matrix.T.cpu()], add_base)
-
-    @property
-    def count(self) -> int:
-        return len(self.outputs)
+        return cls([(1.0, matrix)], add_base)
 
     @property
     def rows(self) -> int:
-        return self.count * min(2, max(map(len, self.outputs)))
+        """Float32 rows of a piece that it needs next to the inputs."""
+        return sum(weights.shape[1] for _, weights in self.terms[:2])
 
     def on(self, device: torch.device) -> Compute:
-        rounds = []
-        for place in range(max(map(len, self.outputs))):  # the k-th terms of all outputs at once
-            none = 0.0, 0 * self.outputs[0][0][1]
-            terms = [terms[place] if place < len(terms) else none for terms in self.outputs]
-            weights = torch.stack([w for _, w in terms]).to(device, torch.float32)
-            scales = torch.tensor([scale for scale, _ in terms], dtype=torch.float32, device=device)
-            rounds.append((weights, scales[:, None]))
+        terms = [(scale, w.T.to(device, torch.float32).contiguous()) for scale, w in self.terms]
 
         def compute(base32: Tensor, tau: Tensor) -> Tensor:
-            values = base32.expand(self.count, -1) if self.add_base else None
-            for weights, scales in rounds:
-                term = torch.mm(weights, tau).mul_(scales)
-                values = term if values is None else term.add_(values)
-            return torch.zeros_like(base32)[None] if values is None else values
+            values = base32[None] if self.add_base else torch.zeros_like(base32)[None]
+            for place, (scale, weights) in enumerate(terms):
+                term = torch.mm(weights, tau).mul_(scale)
+                values = term.add_(values) if place or self.add_base else term
+            return values
 
         return compute
 
@@ -103,7 +79,6 @@ class Entrywise:
     direction: Callable[[Tensor], Tensor]
     scale: float
     add_base: bool = True
-    count = 1
 
     @property
     def rows(self) -> int:
@@ -117,6 +92,9 @@ class Entrywise:
             return (merged.add_(base32) if self.add_base else merged)[None]
 
         return compute
+
+
+Step = Linear | Entrywise
 
 
 def check_output(name: str, merged: Tensor, dtype: torch.dtype) -> None:
@@ -212,13 +190,13 @@ class Combination:
             return Entrywise(self.weighted_encoder, direction, scale, add_base and not alone)
         if alone:
             *_, last = self.directions.values()
-            return Linear([[(1.0, last)]], add_base=False)
-        return Linear([self.terms(values)], add_base)
+            return Linear.of(last[:, None])
+        return Linear(self.terms(values), add_base)
 
     def terms(self, values: Tunables) -> list[Term]:
         """The directions with their coefficients, in the order of addition."""
         scales = {"lambda": values.lambda_ * self.scale, "alpha": -values.alpha}
-        every = [(scales[key], direction) for key, direction in self.directions.items()]
+        every = [(scales[key], direction[:, None]) for key, direction in self.directions.items()]
         return [term for term in every if term[0] != 0]
 
     def thresholds(self, density: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -48,19 +48,14 @@ def check_matrices(settings: Settings, items: Sequence[Item]) -> None:
     )
 
 
-class Joined:
-    """A sink that hands pieces of tensors on as parts of these tensors.
+class Within:
+    """A sink that hands pieces of a matrix on as parts of a tensor, from element `first` on."""
 
-    Attributes:
-        places: name of a piece -> its tensor, and its first element there. Others stay as they are.
-    """
-
-    def __init__(self, sink: Sink, places: Mapping[str, tuple[Item, int]]) -> None:
-        self._sink, self.places = sink, dict(places)
+    def __init__(self, sink: Sink, item: Item, first: int) -> None:
+        self.sink, self.item, self.first = sink, item, first
 
     def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
-        joined, first = self.places.get(item.name, (item, 0))
-        self._sink.write(joined, first + start, first + stop, values)
+        self.sink.write(self.item, self.first + start, self.first + stop, values)
 
 
 def slice_of(item: Item, first: int, shape: tuple[int, ...]) -> Item:
@@ -89,7 +84,7 @@ def merge_matrices(
     starts = range(0, max(1, item.numel), max(1, rows * columns))  # one if it is empty
     for number, first in enumerate(starts):
         matrix = item if len(item.shape) == 2 else slice_of(item, first, (rows, columns))
-        within = Joined(sink, {item.name: (item, first)})
+        within = Within(sink, item, first)
         updates = item.updates(number) if item.factored else []
         if updates and sum(each.rank for each in updates) < min(rows, columns):
             left, cores, right = cores_of(updates)
@@ -150,7 +145,7 @@ def merged_factors(basis: Combination, item: Item) -> Factors:
         core = by_inputs(basis.settings, item, bases) * (values.lambda_ * basis.scale)
     else:
         terms = [scale * w for scale, w in basis.terms(values)]
-        core = _combined(cores, torch.stack(terms).sum(0)[:, None])[0]
+        core = _combined(cores, torch.stack(terms).sum(0))[0]
     near, sizes, far = torch.linalg.svd(core.double(), full_matrices=False)
     rank = int((sizes > 1e-6 * sizes[:1].sum()).sum())
     roots = sizes[:rank].sqrt()
@@ -213,7 +208,7 @@ def _write(
     together = sum(float(torch.linalg.vector_norm(base)) for base in bases)
     merged = merged.to("cpu")
     direction = replace(Part.in_memory(merged), holds="delta")
-    step = Linear([[(scale, torch.ones(1, dtype=torch.float64))]], add_base)
+    step = Linear([(scale, torch.ones(1, 1))], add_base)
     quiet = replace(engine, progress=silent)
     combine_pass([replace(matrix, inputs=(direction,))], {matrix.name: step}, sink, quiet)
     return float(torch.linalg.vector_norm(merged)) > FAR * together

@@ -83,11 +83,6 @@ def check_disk(out: str | os.PathLike[str], nbytes: int) -> None:
         )
 
 
-def folder_bytes(folder: Path) -> int:
-    """The size of the files in a folder, which need not exist."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
 def existing(path: Path) -> Path:
     return next(place for place in (path, *path.parents) if place.exists())
 
