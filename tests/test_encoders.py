@@ -271,15 +271,6 @@ def test_random_selection_takes_tasks_themselves() -> None:
     assert torch.allclose(found.reconstruction[:, chosen], found.encoder, atol=1e-12)
 
 
-def test_number_of_bases() -> None:
-    gram = np.diag([6.0, 3.0, 1.0, 0.0])
-    given_ = [({}, 2), ({"num_bases": 4}, 4), ({"basis_ratio": 0.1}, 1), ({"basis": "none"}, 4)]
-    for keys, count in given_:
-        sizes = {"num_bases": 4} if "basis" in keys else keys
-        found = solve(gram, **{"basis": "pca", **keys})
-        assert found.num_bases == count == reference.number_of_bases(gram, **sizes)
-
-
 @pytest.mark.parametrize(
     ("gram", "keys", "message"),
     [
@@ -291,20 +282,3 @@ def test_number_of_bases() -> None:
 def test_refused(gram: Tensor, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         solve(gram, **keys)
-
-
-@pytest.mark.parametrize(
-    ("gram", "count", "loss"),
-    [
-        (np.eye(5), 2, 3.0),  # every span loses as much
-        (np.eye(4), 4, 0.0),
-        (np.ones((4, 4)), 2, 0.0),  # identical tasks, rank 1 < M
-        (np.zeros((3, 3)), 1, 0.0),
-        (np.eye(2) * 2 - 1, 1, 2.0),  # tau_2 = -tau_1, and the mean is zero
-    ],
-)
-def test_degenerate_gram_matrices(gram: Array, count: int, loss: float) -> None:
-    found = solve(gram, num_bases=count, basis="balanced")
-    assert found.loss == pytest.approx(loss, abs=1e-10)
-    check_convex(found.encoder)
-    assert found.decoder.isfinite().all()

@@ -1,7 +1,6 @@
 """Merges of matrices: odd shapes, what counts as a matrix, and Iso-C over balanced bases."""
 
 import json
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -139,12 +138,3 @@ def test_a_merge_that_explodes_is_told(caplog: pytest.LogCaptureFixture) -> None
         merged = tvb_mergekit.merge(bases, base, "basis_wudi", flow_time=time)["w"]
         assert (merged.norm() > 10 * total.norm()) == bool(said)
         assert [r.args[1] for r in caplog.records if "`flow_time`" in r.msg] == said  # type: ignore[index]
-
-
-def test_what_it_takes_is_told_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    base, models = family(tmp_path)
-    file = write(recipe("basis_iso", base, models, basis="balanced", num_bases=2), tmp_path / "m")
-    with caplog.at_level(logging.INFO):
-        done = tvb("merge", file, tmp_path / "m", "-v")
-    assert "Merged model: 100% 14/14" in done.stderr
-    assert any("takes" in record.getMessage() for record in caplog.records)
