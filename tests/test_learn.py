@@ -90,15 +90,7 @@ def statistics_of(folder: Path, method: str, data: Examples) -> dict[str, Tensor
 
 
 def dense(
-    method: str,
-    base: State,
-    bases: Sequence[State],
-    models: Sequence[Path],
-    encoder: Any,
-    data: Mapping[str, Examples],
-    off_diagonal: float = 0.9,
-    normalize: bool = False,
-    by_tasks: bool = False,
+    method, base, bases, models, encoder, data, off_diagonal=0.9, normalize=False, by_tasks=False
 ) -> dict[str, Tensor]:
     """The merged model by the equations of docs/mathematics.md, in float64: B_m by tensor, theta_i,
     and their data in the same order; `by_tasks` is `lambda_scale: tasks`."""
@@ -251,13 +243,6 @@ def test_fisher_over_a_store_has_the_statistics_of_its_models(case: Case) -> Non
     assert_near(merged.tensors, want, base, 3e-5)  # the exported models are rounded to float32
 
 
-def test_examples_are_subsampled_by_seed(case: Case) -> None:
-    source = case.recipe("half", basis="balanced", num_bases=2)
-    made = [case.learn(source, "fisher", f"seed{s}", *case.words, "--seed", s) for s in (0, 1)]
-    assert any(not torch.equal(t, made[1].tensors[n]) for n, t in made[0].tensors.items())
-    assert facts(made[0].folder)["examples"] == dict.fromkeys(TASKS, 3)
-
-
 def test_two_processes_learn_what_one_learns(case: Case) -> None:
     source = case.recipe("shared", basis="balanced", num_bases=2)
     for method, more in (("fisher", ()), ("atlas", ("--epochs", 2)), ("localize", ("--epochs", 1))):
@@ -269,10 +254,7 @@ def test_two_processes_learn_what_one_learns(case: Case) -> None:
         codes, said = run(case.folder, words, words)
         assert codes == [0, 0], said
         assert_near(load(out), one.tensors, load(case.base), 1e-4 if more else 1e-6)
-
-
-def said(content: Any) -> str:
-    return json.dumps({"messages": [{"role": "assistant", "content": content}]})
+        assert facts(out)["examples"] == dict.fromkeys(TASKS, 3)  # M/T of them
 
 
 LINES = {
@@ -281,8 +263,8 @@ LINES = {
     '{"prompt": "t1"}': "found prompt",
     '{"text": 3}': "line 2: `text` is 3: expected text",
     '{"messages": []}': "line 2: `messages`: expected a list of {role, content}",
-    said("t1"): "line 2: the tokenizer refuses it: ",
-    said(None): "line 2: `messages`: a message without `content`",
+    '{"messages": [{"role": "assistant", "content": "t1"}]}': "line 2: the tokenizer refuses it: ",
+    '{"messages": [{"role": "assistant"}]}': "line 2: `messages`: a message without `content`",
     json.dumps({"prompt": "t1 ", "response": "t2 " * 64}): "line 2: 64 tokens, the model's context",
     json.dumps({"text": "t2 " * 65}): "line 2: 65 tokens, the model's context is 64",
     '{"prompt": "t1", "response": ""}': "line 2: no token to predict",
@@ -575,13 +557,11 @@ def test_over_a_sampled_store(case: Case) -> None:
     tvb("build", case.recipe("for-zoo", basis="none"), store, "--keep", 0.5, "--quiet")
     tvb("export", store, "--all", models, "--quiet")
     made = recipe("basis_ta", case.base, [models / task for task in TASKS], basis="none")
-    over, base = (store, write(made, case.folder / "for-exported")), load(case.base)
-    for method, most in (("localize", 0.1), ("adamerging", 3e-5)):  # masks cut among equals
-        found, want = (
-            case.learn(of, method, f"{method}-{of.name}", *case.words, "--epochs", 1).tensors
-            for of in over
-        )
-        assert_near(found, want, base, most)
+    found, want = (
+        case.learn(of, "adamerging", f"over-{of.name}", *case.words, "--epochs", 1).tensors
+        for of in (store, write(made, case.folder / "for-exported"))
+    )
+    assert_near(found, want, load(case.base), 3e-5)  # the exported models are rounded
 
 
 def test_adamerging_begins_at_the_addition(case: Case) -> None:

@@ -223,7 +223,7 @@ def test_prompts_alone_depth_checkpointing_and_a_store(case: Case, tmp_path: Pat
         assert own["losses"] == pytest.approx(history["losses"], rel=rounding)
 
 
-def test_models_and_files_that_do_not_fit(case, tmp_path, monkeypatch):
+def test_models_and_files_that_do_not_fit(case, tmp_path):
     source = case.recipe("fit", basis="none")
     merged = case.learn(source, "wemoe", "fit-out", *case.words, "--epochs", 1)
     width = loaded(case.base).config.hidden_size
