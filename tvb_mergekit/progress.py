@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -18,12 +18,8 @@ LOG = logging.getLogger(__name__)
 Update = Callable[[int], object]  # called with the bytes of each piece, or another unit's number
 
 
-class Progress(Protocol):
-    """Called with the title of each pass and its total, in bytes unless `unit` says otherwise."""
-
-    def __call__(self, title: str, total: int, unit: str = "B") -> Update: ...
-
-
+# (title of a pass, total, unit="B"): the total is in bytes unless the unit says otherwise
+Progress = Callable[..., Update]
 EVERY = 10.0  # seconds between two lines
 LINE = "{desc}: {percentage:.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 

@@ -226,19 +226,19 @@ def match(
 def _notes(
     base: Weights, sources: Sequence[Weights], tasks: Sequence[str], settings: Settings
 ) -> list[str]:
+    """A line about each model whose tensors are not those of the base."""
     notes, lost, wanted = [], set[str](), _floating(base, settings).values()
     for task, source in zip(tasks, sources, strict=True):
         missing, extra = _absent(base, source, settings), _absent(source, base, settings)
         lost.update(missing)
         reasons = (("missing in the model", missing), ("not in the base", extra))
         found = ", ".join(f"{len(n)} {reason} ({listed(n)})" for reason, n in reasons if n)
+        who = f"the model of task `{task}`"
         if missing and len(missing) == len(wanted):
             raise UserError(
-                f"the model of task `{task}` shares no floating-point tensor with the base: "
-                f"{found}; {ALIKE}"
+                f"{who} shares no floating-point tensor with the base: {found}; {ALIKE}"
             )
-        if found:
-            notes.append(f"the model of task `{task}`: left out of its task vector: {found}")
+        notes += [f"{who}: left out of its task vector: {found}"] if found else []
     whole, part = (sum(base.tensors[name].numel for name in names) for names in (wanted, lost))
     check_most(part, whole, "; ".join(notes))
     return notes
