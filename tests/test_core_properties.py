@@ -18,7 +18,7 @@ from reference import Array, Dense
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Entrywise, Tunables, build, warnings
-from tvb_mergekit.core.gram import SUMMED, GramSums
+from tvb_mergekit.core.gram import SUMMED, GramSums, check_copied
 from tvb_mergekit.core.methods.ties import Histogram, trim_elect_merge
 from tvb_mergekit.core.settings import resolve_settings
 from tvb_mergekit.errors import UserError
@@ -221,6 +221,19 @@ def counting(left: list[int]) -> Callable[[str, int], Callable[[int], None]]:
         return update
 
     return start
+
+
+def test_tensors_that_stay_the_base() -> None:
+    """They are in every output; an excluded one, such as a mask, may hold infinity, but no NaN."""
+    items = [held_item("a", torch.randn(5), [])]
+    sink = MemorySink(items, 2)
+    passes.combine_pass(items, {}, sink)
+    assert torch.equal(sink.states[0]["a"], sink.states[1]["a"])
+    check_copied("mask", torch.tensor([torch.inf]), excluded=True)
+    with pytest.raises(UserError, match=r"0 NaN and 1 infinite .* leave the tensor out"):
+        check_copied("mask", torch.tensor([torch.inf]), excluded=False)
+    with pytest.raises(UserError, match=r"1 NaN and 0 infinite .* diverged: take another$"):
+        check_copied("mask", torch.tensor([torch.nan]), excluded=True)
 
 
 # Trim, Elect, Merge
