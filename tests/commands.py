@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tvb_mergekit.cli import commands as cli
 from tvb_mergekit.store.recipes import templates
-from tvb_mergekit.store.store import base_of, read_store_facts
+from tvb_mergekit.store.store import load as load_store
 
 MODULES = {
     "mergekit-yaml": "mergekit.scripts.run_yaml",
@@ -104,8 +104,8 @@ def write(recipes: Mapping[str, Any] | Sequence[Mapping[str, Any]], out: Path) -
 
 def ready(store: Path, name: str) -> dict[str, Any]:
     """The recipe of `tvb merge STORE --method NAME`, to be changed and written elsewhere."""
-    facts = read_store_facts(store)
-    return templates(facts, str(store), base_of(facts, store))[name]
+    bases = load_store(store)
+    return templates(bases.facts, str(store), bases.base_name)[name]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

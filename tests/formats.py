@@ -1,8 +1,8 @@
-"""Readers of a store's files that know only docs/files.md and the programs there."""
+"""A reader of a store's coded files that knows only docs/files.md and the programs there."""
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import zstandard
 from torch import Tensor
 
 MANUAL = (Path(__file__).parent.parent / "docs" / "files.md").read_text(encoding="utf-8")
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "I64": torch.int64}
+SIZE = 131_072  # elements of a block
 
 
 def program(name: str) -> Callable[..., Any]:
@@ -24,40 +26,45 @@ def program(name: str) -> Callable[..., Any]:
     return found
 
 
-def opened(file: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any], bytes]:
-    """The description of a file of our own kind, its entries by name, and its data."""
-    text = file.read_bytes()
+def coded(file: Path, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a model without loss, or the task vector of a sample."""
+    text, made = file.read_bytes(), dict[str, Tensor]()
     length = int.from_bytes(text[:8], "little")
-    header = json.loads(text[8 : 8 + length])
-    said = json.loads(header["__metadata__"][kind])
+    header, data = json.loads(text[8 : 8 + length]), text[8 + length :]
+    said = json.loads(header["__metadata__"]["tvb_coded"])
     assert said["version"] == 1
-    return said, header, text[8 + length :]
-
-
-def lossless(file: Path, base: dict[str, Tensor], size: int) -> dict[str, bytes]:
-    """The bytes of the tensors in a lossless file, in blocks of `size` elements."""
-    made, theta = {}, program("theta")
-    said, header, data = opened(file, "tvb_lossless")
     for name, (dtype, shape) in said["tensors"].items():
         start, stop = header[name]["data_offsets"]
-        numel, width, out = int(np.prod(shape)), {"F32": 4, "I64": 8}.get(dtype, 2), b""
-        index = stop - 13 * -(-numel // size)
-        for first in range(0, numel, size):
-            count = min(size, numel - first)
-            long, form = int.from_bytes(data[index : index + 4], "little"), data[index + 4]
-            block = data[start : start + long]
+        numel, own = int(np.prod(shape)), DTYPES[dtype]
+        sampled = said["share"] < 1
+        out = torch.zeros(numel, dtype=torch.float32 if sampled else own)
+        index, share = stop - 13 * -(-numel // SIZE), said["share"] if len(shape) > 1 else 1
+        for block, first in enumerate(range(0, numel, SIZE)):
+            count = min(SIZE, numel - first)
+            places = np.arange(count)
+            if share < 1:
+                places = np.array(program("places")(said["seed"], share, name, block, count), int)
+            length, form = int.from_bytes(data[index : index + 4], "little"), data[index + 4]
+            content = data[start : start + length]
             if form:
-                block = zstandard.ZstdDecompressor().decompress(block)
+                content = zstandard.ZstdDecompressor().decompress(content)
             if form == 2:
-                flat = base[name].reshape(-1)[first : first + count]
-                units = np.frombuffer(raw(flat), np.uint16)
+                near = base[name].reshape(-1)[first + places]
+                units = np.frombuffer(raw(near), np.uint16)
                 mantissa = {"BF16": 7, "F16": 10}[dtype]
-                block = theta(np.frombuffer(block, np.uint8), units, mantissa).tobytes()
-            assert len(block) == count * width
+                content = program("theta")(np.frombuffer(content, np.uint8), units, mantissa)
+                content = content.tobytes()
+            assert len(content) == len(places) * own.itemsize
             digest = int.from_bytes(data[index + 5 : index + 13], "little")
-            assert xxhash.xxh3_64_intdigest(block) == digest
-            out, start, index = out + block, start + long, index + 13
-        made[name] = out
+            assert xxhash.xxh3_64_intdigest(content) == digest
+            if content:
+                theta = torch.frombuffer(bytearray(content), dtype=own)
+                if sampled:
+                    near = base[name].reshape(-1)[first + places]
+                    theta = (theta.float() - near.float()) / share
+                out[first + places] = theta
+            start, index = start + length, index + 13
+        made[name] = out.view(shape)
     return made
 
 

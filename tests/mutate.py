@@ -57,13 +57,13 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     "test_matrix_merges.py": [
         ("core/matrices.py", "flat = kind.smallest_normal *", "flat = 0 *"),
     ],
-    "test_sampled.py": [
+    "test_codecs.py": [
         ("core/gram.py", "gram.diagonal().mul_(", "gram.diagonal().div_("),
         ("core/methods/wudi.py", "square.diagonal().mul_(share)", "pass"),
         ("core/methods/wudi.py", "norms *= norms.new_tensor(shares).sqrt()", "pass"),
         ("core/methods/wudi.py", "columns and min(shares) == 1", "columns"),
     ],
-    "test_task_vectors.py -k 'joins or over_to or generations'": [
+    "test_codecs.py -k joins": [
         ("core/online.py", "self.gram is not None and", "True and"),
     ],
     SUMS: [
@@ -123,7 +123,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     "test_online.py -k 'not slow'": [
         ("core/online.py", "float(weights.sum()) / size", "float(weights.sum()) / budget"),
     ],
-    "test_store.py -k dense_reference": [
+    "test_codecs.py -k dense_reference": [
         ("core/encoders/linear.py", "np.eye(self.size)), axis=0)", "np.eye(self.size)), axis=1)"),
     ],
     "test_recipe.py": [

@@ -311,7 +311,7 @@ def test_stores(stored: tuple[Path, Bases], device: Device) -> None:
         combine(items, torch.full((T, 1), 0.5), sink, Engine(on), add_base=True)
         return sink.states[0]
 
-    pieces = len(SHAPES) if store.facts.store.codec != "dense" else PIECES  # complete blocks
+    pieces = len(SHAPES) if store.facts.vectors[0].codec != "dense" else PIECES  # complete blocks
     assert copies(device, run) == (pieces * (1 + T) + 1, pieces)
 
 
@@ -319,7 +319,7 @@ def test_live(stored: tuple[Path, Bases], device: Device, monkeypatch: pytest.Mo
     """A change copies each piece once; `attach` copies back what it compares."""
     path, store = stored
     base, states = Checkpoint.open(path), []
-    pieces = len(SHAPES) if store.facts.store.codec != "dense" else PIECES
+    pieces = len(SHAPES) if store.facts.vectors[0].codec != "dense" else PIECES
     for on in (CPU, CUDA):
         model = nn.ParameterDict({name: base.tensor(name).clone() for name in SHAPES})
         model["other"].data = model["other"].data.T.contiguous().T  # other strides

@@ -57,6 +57,7 @@ def names() -> Iterator[str]:
 def planned(name: str, world: World) -> dict[str, Any]:
     if not name.endswith(".yml"):
         source, method, basis = name.split(" | ")
+        basis = "none" if source == "store of all" else basis
         models, keys = world(source), METHODS[method] | BASES.get(basis, {})
         return recipe(method, models.base, models.listed, models.own, **keys)
     made: dict[str, Any] = yaml.safe_load((ROOT / name).read_text())

@@ -234,10 +234,10 @@ def test_layers_of_gpt2_and_their_off_diagonals(exact: Case) -> None:
 def test_fisher_over_a_store_has_the_statistics_of_its_models(case: Case) -> None:
     store, models = case.folder / "store", case.folder / "models"
     tvb("build", case.recipe("b", basis="balanced", num_bases=2), store, "--quiet")
-    tvb("export", store, "--all", models, "--quiet")
+    tvb("export", store, models, "--all", "--quiet")
     merged = case.learn(store, "fisher", "from-store", *case.words, "--no-subsample")
-    vectors = [load(store / f"basis-00{m}") for m in range(2)]
-    encoder = load_file(store / "basis.safetensors")["encoder"].numpy()
+    vectors = [load_file(store / f"vectors/B{m}-1.safetensors") for m in range(2)]
+    encoder = load_file(store / "numbers-1.safetensors")["encoder"].numpy()
     base, folders = load(case.base), [models / task for task in TASKS]
     want = dense("fisher", base, vectors, folders, encoder, case.data)
     assert_near(merged.tensors, want, base, 3e-5)  # the exported models are rounded to float32
@@ -555,7 +555,7 @@ def test_over_a_sampled_store(case: Case) -> None:
     """As over a recipe of the models that the store's vectors make."""
     store, models = case.folder / "sampled", case.folder / "from-sampled"
     tvb("build", case.recipe("for-zoo", basis="none"), store, "--keep", 0.5, "--quiet")
-    tvb("export", store, "--all", models, "--quiet")
+    tvb("export", store, models, "--all", "--quiet")
     made = recipe("basis_ta", case.base, [models / task for task in TASKS], basis="none")
     found, want = (
         case.learn(of, "adamerging", f"over-{of.name}", *case.words, "--epochs", 1).tensors

@@ -159,7 +159,7 @@ CASES = {
     "store of parts, tied": Case("store of parts, tied", TA),
     "store, tied": Case("store, tied", NEGATE, {**FORGET, "lambda": 0.01}),
     "store, lambda by layer": varied(TA, SCALED, "lambda", False, "store of pca"),
-    "store, lambda by filter": varied(TIES, {"merge_func": "mean"}, "lambda",
+    "store, lambda by filter": varied(TIES, {**NONE, "merge_func": "mean"}, "lambda",
         True, "store of all"),
     "store, density by filter": varied(TIES, {"merge_func": "max", "lambda": 0.6}, "density", True,
         "store of gpt2"),

@@ -1,249 +1,268 @@
-"""Recipes over the bases of a store give what the same recipes give over the T models."""
+"""Recipes over a store give what the same recipes give over the models."""
 
-import json
-import shutil
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import Result, assert_same, merge, ready, recipe, tvb
-from safetensors.torch import save_file
-from test_store import KINDS, SIZES, raw_family, read
+import yaml
+from commands import (
+    Result,
+    assert_close,
+    assert_same,
+    contents,
+    merge,
+    ready,
+    recipe,
+    refused,
+    slices,
+    tvb,
+    write,
+)
+from reference import Dense, merged
+from test_codecs import KINDS, adapters, models, vector
 from tiny import TASKS, llama, load
-from torch import Tensor
-from worlds import FAMILIES, Models, World, decoder, hub
+from worlds import Models, World, save, tensors_of
 
-from tvb_mergekit.errors import MergeRefused, UserError
-from tvb_mergekit.plugin.document import from_mapping
-from tvb_mergekit.plugin.inputs import Options, read_inputs
-from tvb_mergekit.store.build import build_store
-from tvb_mergekit.store.recipes import ALL_TASKS, templates
+import tvb_mergekit
+from tvb_mergekit.store import store as stores
+from tvb_mergekit.store.recipes import ALL_TASKS
+from tvb_mergekit.store.store import Bases
 
-
-def stored(made: Models, out: Path, own: Any = None, **keys: Any) -> Path:
-    build_store(read(made.base, made.listed, own, **keys), out)
-    return out
+NONE = {"basis": "none"}
 
 
-def over(folder: Path, base: Path, method: str, out: Path, *args: str, **keys: Any) -> Result:
-    own, extra = keys.pop("own", None), keys.pop("extra", None)
-    models = sorted(folder.glob("basis-0*"))
-    return merge(recipe(method, base, models, own, extra=extra, **keys), out, *args)
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    made = models("bfloat16", tmp_path_factory.mktemp("family"), llama, tasks=TASKS)
+    state = dict(load(Path(made.listed[1])))
+    state["model.norm.weight"][:2] = torch.tensor([-0.0, 1e-12])  # a sum would lose them
+    save(Path(made.listed[1]), state)
+    return replace(made, own={0: {"weight": 2.0}})
 
 
-def assert_alike(found: Result, want: Result, start: Mapping[str, Tensor]) -> None:
-    """Equal up to rounding in float32; Trim may turn an entry that is moved over its threshold."""
-    assert {n: (t.shape, t.dtype) for n, t in found.tensors.items()} == {
-        n: (t.shape, t.dtype) for n, t in want.tensors.items()
-    }
-    base, wanted, made = (
-        torch.cat([state[n].double().flatten() for n in want.tensors])
-        for state in (start, want.tensors, found.tensors)
-    )
-    near = (made - wanted).abs() <= 0.05 * (wanted - base).abs() + 1e-6
-    assert (~near).double().mean() <= (2e-3 if want.facts["method"] == "basis_ties" else 0)
-    moved, off = (wanted - base)[near], (made - wanted)[near]
-    assert off.norm() <= 1e-6 * moved.norm() + 2.0**-23 * 30  # the float32 weights themselves
+@pytest.fixture(scope="module")
+def built(family: Models, tmp_path_factory: pytest.TempPathFactory) -> Bases:
+    return family.build(tmp_path_factory.mktemp("built") / "store", "--lossless")
 
 
-def test_an_output_embedding_that_only_the_models_have(tmp_path: Path) -> None:
-    """A basis cannot hold two tensors for one of the base."""
-    found = FAMILIES["tied"](tmp_path / "in")
-    for path in found.listed:
-        state = load(path)
-        state["lm_head.weight"] = state["model.embed_tokens.weight"] + 0.01
-        save_file(state, path / "model.safetensors", metadata={"format": "pt"})
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    with pytest.raises((UserError, MergeRefused), match=r"lm_head\.weight"):
-        stored(found, tmp_path / "no", **KINDS["balanced"])
+ALL, SOME = slice(None), slice(1, 4)
+FORGET = {"forget": "code", "alpha": 1}
+PCA, BALANCED = ({"basis": basis, "num_bases": 2} for basis in ("pca", "balanced"))
+FILTERS = [{"filter": "mlp", "value": 0.9}, {"value": 0.1}]
+TOKENS = {"tokenizer_source": "base"}
+# method, keys, how many of the tasks
+MERGES: dict[str, tuple[str, dict[str, Any], slice]] = {
+    "addition": ("basis_ta", NONE, ALL),
+    "addition of some": ("basis_ta", NONE, SOME),
+    "ae": ("basis_ta", {"num_bases": 2, "steps": 50}, ALL),
+    "balanced": ("basis_ties", BALANCED, ALL),
+    "balanced, of some": ("basis_ties", BALANCED, SOME),
+    "by filter": ("basis_ties", {**NONE, "lambda": FILTERS, "density": FILTERS}, ALL),
+    "iso": ("basis_iso", NONE, ALL),
+    "tsvm": ("basis_tsvm", BALANCED, SOME),
+    "wudi": ("basis_wudi", NONE, ALL),
+    "pca": ("basis_negate", {**PCA, **FORGET}, ALL),
+    "pca of some": ("basis_negate", {**PCA, **FORGET}, SOME),
+    "excluded": ("basis_ta", {"basis": "balanced", "exclude": "mlp"}, ALL),
+    "tokenizer": ("basis_ta", {**NONE, "extra": TOKENS}, ALL),
+    "slices": ("basis_wudi", {**NONE, "layers": [(0, 1), (1, 2), (1, 2)]}, SOME),
+}
 
 
-def test_weights_of_bases_and_tasks_with_names(world: World, tmp_path: Path) -> None:
-    found = world("llama")
-    own = {0: {"task": "sums", "weight": 2.0}, 1: {"task": "a b"}}
-    keys = {"forget": "a b, sums", "alpha": 0.5}
-    folder = stored(found, tmp_path / "store", own=own, **KINDS["pca"])
-    want = found.merge("basis_negate", tmp_path / "models", own=own, **KINDS["pca"], **keys)
-    made = over(folder, found.base, "basis_negate", tmp_path / "merged", **keys)
-    assert_alike(made, want, found.states[0])
-    facts = made.facts
-    assert facts["tasks"] == ["sums", "a b", *TASKS[2:]] and facts["from_store"] == str(folder)
-    assert facts["method"] == "basis_negate" and facts["parameters"]["alpha"] == 0.5
-    for name, value in want.basis.items():
-        assert torch.allclose(torch.from_numpy(made.basis[name]), torch.from_numpy(value))
-    weighted = over(
-        folder, found.base, "basis_ta", tmp_path / "weighted", own={0: {"weight": 0.0001}}
-    )
-    assert weighted.facts["parameters"]["basis_weights"] == [0.0001, 1.0]
+@pytest.mark.parametrize("case", MERGES)
+def test_merges_over_lossless_stores_are_those_of_the_models(case, family, built, tmp_path):
+    """To the bit, by recipes over the store and by the library; a store by its name is all."""
+    method, keys, chosen = MERGES[case]
+    keys = dict(keys)
+    layers, tasks = keys.pop("layers", None), TASKS[chosen]
+    own = family.own if chosen is ALL else {1: {"weight": 0.5}}
+    numbers = [TASKS.index(task) for task in tasks]
+    vectors = [built.path / task for task in tasks]
+    made = []
+    for name, listed, weights in (
+        ("models", [family.listed[n] for n in numbers], own),
+        ("store", vectors, {} if chosen is ALL else own),
+        *([("all", [built.path], {})] if chosen is ALL else []),
+    ):
+        document = recipe(method, family.base, listed, weights, **keys)
+        if layers:
+            del document["models"]
+            document |= slices(family.base, listed, layers, weights)
+        made.append(merge(document, tmp_path / name))
+    want, *found = made
+    for each in found:
+        assert_same(each, want)
+        assert each.facts["tasks"] == list(tasks) and each.facts["from_store"] == str(built.path)
+        assert each.facts["parameters"]["weights"] == want.facts["parameters"]["weights"]
+        for name, tensor in want.basis.items():
+            torch.testing.assert_close(torch.tensor(each.basis[name]), torch.tensor(tensor))
+    plain = chosen is ALL and not {"extra", "lambda"} & {*keys}
+    if method != "basis_negate" and plain:
+        dtype = want.tensors["model.norm.weight"].dtype
+        state = tvb_mergekit.merge(built, family.base, method, dtype=dtype, **keys)
+        assert all(torch.equal(state[name], tensor) for name, tensor in want.tensors.items())
 
 
-def test_the_base_s_tokenizer_and_slices(world: World, tmp_path: Path) -> None:
-    found = world("llama")
-    folder = stored(found, tmp_path / "store", **KINDS["balanced"])
-    plain = over(folder, found.base, "basis_ta", tmp_path / "plain")
-    extra = {"tokenizer_source": "base"}
-    made = over(folder, found.base, "basis_ta", tmp_path / "tokenizer", extra=extra)
-    assert_alike(made, plain, found.states[0])
-    listed = [str(found.base), *map(str, sorted(folder.glob("basis-0*")))]
-    slices = [
-        {"sources": [{"model": model, "layer_range": [layer, layer + 1]} for model in listed]}
-        for layer in (0, 1, 1)
-    ]
-    document = {
-        "merge_method": "basis_ta", "base_model": str(found.base), "slices": slices,
-        "dtype": "float32",
-    }  # fmt: skip
-    deep = merge(document, tmp_path / "slices")
-    for name, tensor in plain.tensors.items():
-        assert torch.equal(deep.tensors[name], tensor)
-        if ".layers.1." in name:
-            assert torch.equal(deep.tensors[name.replace(".1.", ".2.")], tensor)
+@pytest.mark.parametrize("method", ["basis_ta", "basis_ties", "basis_iso", "basis_wudi"])
+def test_merges_over_adapters_are_those_of_the_adapters(method: str, tmp_path: Path) -> None:
+    """Also of a recipe in another folder, and as an adapter."""
+    made = adapters(tmp_path / "in", ({}, {"target_modules": ["q_proj"]}, {"r": 3}))
+    store = made.build(tmp_path / "store", own={1: {"weight": -0.5}}).path
+    assert store is not None
+    want = made.merge(method, tmp_path / "want", own={1: {"weight": -0.5}}, **NONE)
+    over = recipe(method, made.base, ["../store"], **NONE)
+    with pytest.MonkeyPatch.context() as patch:
+        (tmp_path / "cwd").mkdir()
+        patch.chdir(tmp_path / "cwd")
+        assert_same(merge(over, Path("out")), want)
+        if method != "basis_ties":
+            tvb("merge", write(over, Path("lora")), "lora", "--lora", "--quiet")
+            direct = made.recipe(method, own={1: {"weight": -0.5}}, **NONE)
+            tvb("merge", write(direct, Path("direct")), "direct", "--lora", "--quiet")
+            one, two = (contents(Path(name)) for name in ("lora", "direct"))
+            assert one["adapter_model.safetensors"] == two["adapter_model.safetensors"]
 
 
-@pytest.mark.parametrize("words", [("--keep", "0.5"), ("--lossless",)])
-def test_vectors_without_a_tokenizer_have_the_base_s(words: Sequence[str], tmp_path: Path) -> None:
-    """transformers makes up a tokenizer for a folder of Qwen2 without one."""
-    made = hub(decoder("Qwen2"), tmp_path / "in", dtypes=[torch.bfloat16])
-    folder, out = tmp_path / "store", tmp_path / "out"
-    for name in ("tokenizer.json", "tokenizer_config.json"):  # as of a fused adapter
-        (Path(made.listed[0]) / name).unlink()
-    made.build(folder, *words, basis="none")
-    tvb("export", folder, out, "--task", made.tasks[0], "--quiet")
-    assert (out / "tokenizer.json").read_bytes() == (made.base / "tokenizer.json").read_bytes()
-
-    def merged(name: str, fails: bool = False, **tokenizer: object) -> Result:
-        vectors = [folder / task for task in made.tasks]
-        keys = {"extra": {"tokenizer": tokenizer} if tokenizer else {}, "basis": "none"}
-        over = recipe("basis_ta", made.base, vectors, dtype=None, **keys)
-        return merge(over, tmp_path / name, fails=fails)
-
-    assert_same(merged("plain"), merged("tokenizer", source="base"))
-    tokens = {"t5": {"source": str(made.base), "force": True}}
-    assert "`force` makes rows" in merged("forced", True, source="base", tokens=tokens).output
-
-
-def test_models_with_code_of_their_own(tmp_path: Path) -> None:
-    found = hub(llama, tmp_path / "in")
-    code = "from transformers import LlamaConfig\nclass Mine(LlamaConfig):\n    model_type = 'm'\n"
-    for path in (found.base, *found.listed):
-        config = json.loads((path / "config.json").read_text())
-        more = {"model_type": "m", "auto_map": {"AutoConfig": "configuration_mine.Mine"}}
-        (path / "config.json").write_text(json.dumps(config | more))
-        (path / "configuration_mine.py").write_text(code)
-    document, flag = found.recipe(**KINDS["balanced"]), "--trust-remote-code"
-    made = read_inputs(from_mapping(document), Options(trust_remote_code=True))
-    build_store(made, tmp_path / "store")
-    merged = over(tmp_path / "store", found.base, "basis_ta", tmp_path / "merged", flag)
-    assert_alike(merged, merge(document, tmp_path / "m", flag), found.states[0])
+def test_a_store_of_bases_is_the_models_of_its_recipe(world: World, tmp_path: Path) -> None:
+    """Every `tvb merge STORE --method`, against the dense reference; weights of the store count."""
+    made, built = world("llama"), {**PCA, "lambda": 0.25}
+    bases = made.build(tmp_path / "my store", own={0: {"weight": 2.0}}, **built)
+    states = [{n: t.double() for n, t in state.items()} for state in made.states]
+    dense = Dense(states[0], states[1:], list(states[0]), [2.0, 1, 1, 1, 1])
+    columns = torch.stack([vector(each, dense.names) for each in tensors_of(bases)], 1).numpy()
+    rebuilt = columns @ bases.reconstruction(TASKS).numpy()
+    for name in (*ALL_TASKS, "forget-code"):
+        document = ready(tmp_path / "my store", name)
+        keys, method = document["parameters"], document["merge_method"]
+        assert method == ALL_TASKS.get(name, "basis_negate")
+        tvb("merge", tmp_path / "my store", tmp_path / name, "--method", name, "--quiet")
+        want = merged(dense, method, keys, columns[:, :2], rebuilt, TASKS)
+        assert_close(load(tmp_path / name), want.tensors, dense.base, want.boundary, 2e-5)
+    text = yaml.safe_load((tmp_path / "add" / "mergekit_config.yml").read_text())
+    assert text["models"] == [{"model": str(tmp_path / "my store")}]  # as it was given
+    card = (tmp_path / "add" / "README.md").read_text()
+    assert f"in the merge:\n* {tmp_path / 'my store'}\n\n" in card
+    half = recipe("basis_ta", made.base, [bases.path], {0: {"weight": 0.5}}, lambda_=0.5)
+    assert_same(merge(half, tmp_path / "half"), Result(tmp_path / "add"))
+    assert Result(tmp_path / "half").facts["parameters"]["basis_weights"] == [0.5, 0.5]
+    named = {0: {"weight": 0.001}}
+    listed = [bases.path / name for name in ("B1", "B0")]
+    weighted = merge(recipe("basis_ta", made.base, listed, named), tmp_path / "weighted")
+    assert weighted.facts["parameters"]["basis_weights"] == [1.0, 0.001]
 
 
-# The recipes of `tvb merge STORE --method`
+@pytest.mark.parametrize("words", [("--keep", 0.5), (), ("--dtype", "bfloat16")])
+def test_builds_over_stores(words, family, built, tmp_path):
+    """Bases or task vectors of stored vectors, whose weights are multiplied; errors of samples are
+    unknown. An export is the task as it was trained."""
+    store = family.build(tmp_path / "store", *words).path
+    over = recipe("basis_ta", family.base, [store], {0: {"weight": 3.0}})
+    for name, keys, more in (("bases", BALANCED, ()), ("tasks", {}, ("--dtype", "float32"))):
+        document = {**over, "parameters": keys} if keys else over
+        tvb("build", write(document, tmp_path / name), tmp_path / name, *more, "--quiet")
+    bases, tasks = stores.load(tmp_path / "bases"), stores.load(tmp_path / "tasks")
+    assert bases.num_bases == 2 and bases.tasks == list(TASKS)
+    assert (set(bases.facts.errors.values()) == {None}) == ("--keep" in words)
+    weights = {"math": 6.0, **dict.fromkeys(TASKS[1:], 3.0)}
+    assert bases.facts.parameters["weights"] == tasks.facts.parameters["weights"] == weights
+    given, names = stores.load(store), bases.facts.tensors
+    old = torch.stack([vector(each, names) for each in tensors_of(given)], 1)
+    if not words:
+        old -= vector(family.states[0], names)[:, None]
+    found = torch.stack([vector(each, names) for each in tensors_of(tasks)], 1)
+    torch.testing.assert_close(found, old, rtol=1e-6, atol=1e-8)
+    scaled = old * torch.tensor([6.0, 3, 3, 3, 3])
+    columns = torch.stack([vector(each, names) for each in tensors_of(bases)], 1)
+    torch.testing.assert_close(columns, scaled @ bases.encoder, rtol=2**-7, atol=1e-4)
+    if not words:  # without loss only from models, and in plain numbers otherwise
+        again = write({**over, "parameters": NONE}, tmp_path / "r")
+        assert "or a vector of a store" in refused("build", again, tmp_path / "no", "--lossless")
+        tvb("build", again, tmp_path / "plain", "--quiet")
+        assert {v.dtype for v in stores.load(tmp_path / "plain").facts.vectors} == {"float32"}
 
 
 @pytest.mark.parametrize("kind", ["balanced", "ae"])
 def test_lambda_1_means_as_much_before_and_after_a_task_joins(kind, world, tmp_path):
     """Of methods whose lambda is 1: over balanced bases that of all task vectors."""
-    found = world("llama")
-    folder = stored(found, tmp_path / "store", **KINDS[kind])
+    made, folder = world("llama"), tmp_path / "store"
+    made.build(folder, **KINDS[kind])
     before = [ready(folder, name)["parameters"] for name in ("iso", "tsvm", "wudi")]
-    new = found.listed[0]
+    new = made.listed[0]
     tvb("add", folder, new, "--task", "again", "--compress", kind, "--force", "--quiet")
     after = [ready(folder, name)["parameters"] for name in ("iso", "tsvm", "wudi")]
     scale = "tasks" if kind == "balanced" else "bases"
     assert before == after == [{"lambda": 1.0, "lambda_scale": scale}] * 3
 
 
-def test_the_ready_recipes_run(world: World, tmp_path: Path) -> None:
-    """They differ only in methods and parameters; test_merges.py runs those of stores."""
-    found, built = world("llama"), {**KINDS["pca"], "lambda": 0.25}
-    folder = stored(found, tmp_path / "my store", **built)
-    forgets = [f"forget-{task}" for task in TASKS]
-    kept = None
-    for name in (*ALL_TASKS, forgets[0]):
-        document = ready(folder, name)
-        keys, method = document["parameters"], document["merge_method"]
-        lambda_ = 0.25 if name in ("add", "ties") else 1.0  # the recipe's is of another method
-        forget = {"forget": TASKS[0], "alpha": 1.0, "lambda": 0}
-        assert (forget if name in forgets else {"lambda": lambda_}).items() <= keys.items()
-        rest = {k: v for k, v in document.items() if k not in ("merge_method", "parameters")}
-        kept = kept or rest
-        assert method == ALL_TASKS.get(name, "basis_negate") and rest == kept
-        if name in ("add", "wudi", forgets[0]):
-            made = merge(document, tmp_path / name)
-            want = found.merge(method, tmp_path / f"m-{name}", **KINDS["pca"], **keys)
-            assert_alike(made, want, found.states[0])
-            files = [{path.name for path in each.folder.iterdir()} for each in (made, want)]
-            assert files[0] == files[1]
-
-
-def test_task_names_that_no_file_could_have(tmp_path: Path) -> None:
-    base, models = raw_family(tmp_path / "in", SIZES)
-    own = {0: {"task": "a/b"}, 1: {"task": "A b"}, 2: {"task": "ü" * 300}, 3: {"task": "../x"}}
-    built = build_store(read(base, models, own, **KINDS["balanced"]), tmp_path / "store")
-    assert built.path is not None
-    every = templates(built.facts, "", "")
-    forgotten = [r["parameters"]["forget"] for n, r in every.items() if n.startswith("forget-")]
-    assert forgotten == list(built.tasks)
-
-
-def test_mergekit_merges_exported_bases(world: World, tmp_path: Path) -> None:
-    """Their task arithmetic is addition over the bases."""
-    made = world("store of balanced")
-    tvb("export", made.listed[0].parent, tmp_path / "models", "--all-bases", "--quiet")
-    models, own = sorted((tmp_path / "models").iterdir()), {n: {"weight": 1.0} for n in range(2)}
-    keys = {"normalize": False, "lambda_": 0.7}
-    theirs = merge(recipe("task_arithmetic", made.base, models, own, **keys), tmp_path / "theirs")
-    ours = made.merge("basis_ta", tmp_path / "ours", tasks=made.tasks[:2], lambda_=0.7)
-    for name, tensor in ours.tensors.items():
-        torch.testing.assert_close(theirs.tensors[name], tensor, rtol=0, atol=3e-7)
-
-
-# Stores that stand, and what does not fit them
-
-
-@pytest.fixture(scope="module")
-def standing(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base that was moved, a model of it, and stores."""
-    place = tmp_path_factory.mktemp("standing")
-    found = world("llama")
-    for name, kind in {"one": "pca", "other": "balanced"}.items():
-        stored(found, place / name, **KINDS[kind])
-    copied = {"base": found.base, "math": found.listed[0], "copy": place / "one"}
-    for name, folder in copied.items():
-        shutil.copytree(folder, place / name)
-    return place
-
-
-ONE, OTHER = (("one/basis-000", "one/basis-001"), ("other/basis-000", "other/basis-001"))
-REFUSED: dict[str, tuple[str, str, Sequence[str], dict[str, Any]]] = {
-    # the message -> method, base, what is listed, parameters
-    "`num_bases` was set when": ("basis_ta", "base", ONE, {"num_bases": 2}),
-    "make them with `tvb export`": ("task_arithmetic", "base", ONE, {"weight": 0.5}),
-    "and linear takes models": ("linear", "base", ("math", "one/basis-000"), {"weight": 1}),
-    "nothing else, basis-000, basis-001": ("basis_ta", "base", ONE[:1], {}),
-    "basis-000, basis-001, mean of": ("basis_ta", "base", (*ONE, "one/mean"), {}),
-    "has no configuration to read": ("basis_ta", "base", ("one",), {}),
-    "two stores": ("basis_ta", "base", ("one/basis-000", "copy/basis-001"), {}),
-    "is not a vector of a store": ("basis_ta", "base", ("math", *ONE), {}),
-    "a difference from its base": ("basis_ta", "one/basis-000", OTHER, {}),
-    "belongs to the base": ("basis_ta", "math", ONE, {}),
+# message: method, base, what is listed, keys
+STORE, BASES = "built", "bases"
+FORCED = {"tokenizer": {"source": "base", "tokens": {"t5": {"source": "base", "force": True}}}}
+REFUSED: dict[str, tuple[str, str, list[Any], dict[str, Any]]] = {
+    "is of a store, a difference": ("task_arithmetic", "base", [STORE], {"weight": 1.0}),
+    "make them with `tvb export`": ("linear", "base", ["built/math"], {"weight": 1.0}),
+    "has no vector 'mth' (did you mean `math`?)": ("basis_ta", "base", ["built/mth"], {}),
+    "built/math is listed twice": ("basis_ta", "base", [STORE, STORE], {}),
+    "math is listed twice": ("basis_ta", "base", [STORE, "./bases/../built/math"], {}),
+    "are two stores": ("basis_ta", "base", ["built/math", "bases/B0"], {}),
+    "is not a vector of": ("basis_ta", "base", ["built/math", "code"], {}),
+    "make sense together only": ("basis_ta", "base", ["bases/B0"], {}),
+    "a store names its tasks itself": ("basis_ta", "base", [STORE], {"own": {0: {"task": "x"}}}),
+    "its store calls it math": ("basis_ta", "base", ["built/math"], {"own": {0: {"task": "x"}}}),
+    "`basis` was set when the bases were built": ("basis_ta", "base", [BASES], {"basis": "pca"}),
+    "belongs to the base": ("basis_ta", "math", [STORE], {}),
+    "a store: name the base": ("basis_ta", "built", [STORE], {}),
+    "the base's own vocabulary": ("basis_ta", "base", [STORE], {"extra": FORCED}),
+    "unknown task": ("basis_negate", "base", [STORE], {"forget": "mth", "alpha": 1}),
+    "`num_bases` is 9": ("basis_ta", "base", [STORE], {"num_bases": 9}),
 }
 
 
+@pytest.fixture(scope="module")
+def standing(family: Models, built: Bases) -> Path:
+    """base, math, code, built, bases side by side."""
+    folder = family.base.parent
+    (folder / "built").symlink_to(built.path)
+    family.build(folder / "bases", **BALANCED)
+    return folder
+
+
 @pytest.mark.parametrize("message", REFUSED)
-def test_recipes_that_do_not_fit_the_store(message: str, standing: Path, tmp_path: Path) -> None:
+def test_recipes_that_do_not_fit_the_store(message, standing, tmp_path, monkeypatch):
+    monkeypatch.chdir(standing)
     method, base, names, keys = REFUSED[message]
-    document = recipe(method, standing / base, [standing / name for name in names], **keys)
+    parameters = {key: value for key, value in keys.items() if key != "own"}
+    document = recipe(method, Path(base), names, keys.get("own"), **parameters)
     output = merge(document, tmp_path / "out", fails=True).output
     (line,) = [line for line in output.splitlines() if line.startswith("Error: ")]
     assert message in line and "Traceback" not in output
 
 
-def test_a_basis_is_not_a_model_and_a_moved_base_is_the_base(standing, tmp_path):
-    bases = [standing / name for name in ONE]
-    with pytest.raises(Exception, match="list the fine-tuned models"):
-        build_store(read(standing / "base", bases), tmp_path / "store")
-    merge(recipe("basis_ta", standing / "base", bases), tmp_path / "out")
+def test_what_builds_and_commands_refuse(standing, family, tmp_path, monkeypatch):
+    monkeypatch.chdir(standing)
+    write(recipe("basis_ta", Path("base"), ["bases"]), tmp_path / "over")
+    write(family.recipe(**BALANCED), tmp_path / "b")
+    write(family.recipe(), tmp_path / "r")
+    for words, message in {
+        f"build {tmp_path}/over.yml no": "list the fine-tuned models",
+        f"build {tmp_path}/b.yml no --lossless": "leave out the keys of a basis",
+        f"build {tmp_path}/r.yml no --keep 1.5": "expected a share from 1e-06 to below 1",
+        f"build {tmp_path}/r.yml no --keep .5 --lossless": "choose one of --lossless, --keep and",
+        "merge built no": "name a --method, one of add, ties",
+        "merge built no --method ad": "did you mean `add`",
+        "export built no --task mth": "did you mean `math`",
+        "export bases no --task math --base code": "the weights of code are others",
+        "remove built --task mth": "did you mean `math`",
+        "remove bases --task math": "holds 2 bases",
+        "undo built": "nothing to undo",
+        "add built math --task math": "already: give another name",
+        "add built math --task again --budget 0": "expected 2 or more",
+        "add built math --task a,b": "has a comma",
+        "add bases math --task again --budget 1": "expected 2 or more",
+        "add none math --task math": "a new one needs --base",
+    }.items():
+        assert message in refused(*words.split()), words
+        assert not Path("no").exists()

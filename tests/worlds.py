@@ -10,18 +10,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import transformers
 from commands import Result, merge, recipe, tvb, write
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tiny import DECODER, TASKS, as_bin, family, gpt2, llama, load, save_tokenizer
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from tvb_mergekit.store import api
 from tvb_mergekit.store import store as stores
 from tvb_mergekit.store.store import Bases
 
@@ -230,14 +230,17 @@ ADAPTERS: tuple[dict[str, Any], ...] = (
 
 
 def adapters(
-    folder: Path, configs: Sequence[Mapping[str, Any]] = ({}, {}, {}), make: Make = llama
+    folder: Path,
+    configs: Sequence[Mapping[str, Any]] = ({}, {}, {}),
+    make: Make = llama,
+    tasks: Sequence[str] = THREE,
 ) -> Models:
     from test_lora import train
 
     base, _ = family(folder, make, tasks=())
     start, listed = load(base), []
     states = [{name: tensor.double() for name, tensor in start.items()}]
-    for seed, (task, config) in enumerate(zip(THREE, configs, strict=True)):
+    for seed, (task, config) in enumerate(zip(tasks, configs, strict=True)):
         change = train(base, folder / task, seed=seed, **config)
         listed.append(f"{base}+{folder / task}")
         states.append({name: tensor + change[name] for name, tensor in states[0].items()})
@@ -247,32 +250,37 @@ def adapters(
         for name in state
         if not state[name].equal(start[name].double())
     }
-    return Models(base, listed, states, copied=frozenset(start) - changed, loader=CAUSAL)
+    left = frozenset(start) - changed
+    return Models(base, listed, states, tasks, copied=left, loader=CAUSAL)
 
 
 def a_store(
     folder: Path,
     basis: str,
     make: Make = THREE_LAYERS,
-    dtype: str = "float32",
+    dtype: str | None = None,
     same: Mapping[str, str] = {},
     own: Mapping[int, Mapping[str, Any]] | None = None,
     exclude: str | None = None,
     **options: Any,
 ) -> Models:
-    """The bases of a store in shards stand for the models, the last one first."""
+    """The vectors of a store stand for the models, by its name or one by one, the last first."""
     made = replace(hub(make, folder, **options), same=same)
     made.keys = {"basis": basis} | ({"num_bases": 2} if basis != "none" else {})
     made.keys |= {"exclude": exclude} if exclude else {}
-    file = write(recipe("basis_negate", made.base, made.listed, own, forget="math", alpha=1,
-                        **made.keys), folder / "store")  # fmt: skip
-    with mock.patch("tvb_mergekit.store.vectors.SHARD_BYTES", 30_000):
-        tvb("build", file, folder / "store", "--dtype", dtype, "--quiet")
-    listed = sorted((folder / "store").glob("basis-0*"))
-    made.vectors = [load(path) for path in (*listed, *(folder / "store").glob("mean"))]
-    made.listed = listed[::-1]
-    made.decoder = load_file(folder / "store" / "basis.safetensors")["decoder"].numpy()
+    store = folder / "store"
+    bases = made.build(store, *(["--dtype", dtype] if dtype else []), own=own, **made.keys)
+    made.vectors = tensors_of(bases)
+    names = [vector.name for vector in bases.facts.vectors]
+    made.listed = [store / name for name in names[::-1]] if basis == "balanced" else [store]
+    made.decoder = bases.decoder.numpy()
     return made
+
+
+def tensors_of(bases: Bases) -> list[State]:
+    """The vectors of a store, and PCA's mean, as the library reads them."""
+    bases.check_base(api.open_model(bases.base_name), "the base")
+    return [{name: v.tensor(name) for name in bases.facts.tensors} for v in bases.sources]
 
 
 def save(model: Path, state: State) -> None:

@@ -22,14 +22,15 @@ from tvb_mergekit.cli.stores import add, build, inspect, remove, undo
 from tvb_mergekit.cli.tune import tune
 
 
-@click.group(cls=Commands, context_settings={"show_default": True})
+@click.group(
+    cls=Commands, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]}
+)
 @click.version_option(__version__, prog_name="tvb")
 def main() -> None:
     """Task Vector Bases for mergekit: keep M vectors instead of T fine-tuned models.
 
     mergekit merges: `mergekit-yaml recipe.yml OUT` with `merge_method: basis_ta` or another of our
-    methods, over models or over the bases of a store. `tvb merge` makes the same model in bounded
-    memory.
+    methods, over models or over the vectors of a store.
 
     \b
     Example:

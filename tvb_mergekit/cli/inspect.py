@@ -1,163 +1,193 @@
-"""Printing of an inspection: tables and sentences on the terminal.
-
-`store/inspection.py` has the numbers, `plot` draws them.
-"""
+"""The tables and the picture of `tvb inspect`: `store/inspection.py` has the numbers."""
 
 from __future__ import annotations
 
+import os
+import textwrap
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 from rich.console import Console
 
+from tvb_mergekit.atomic import write_file
+from tvb_mergekit.core.encoders.linear import Array
 from tvb_mergekit.errors import counted, listed, megabytes
-from tvb_mergekit.store.facts import Facts
+from tvb_mergekit.figures import BLUE, DARK, LABEL, ORANGE, rendered
 from tvb_mergekit.store.inspection import Inspection
-from tvb_mergekit.store.report import WIDE, cosine_sheet, measures
-from tvb_mergekit.store.store import Bases
+from tvb_mergekit.store.report import WIDE, cosine_sheet, measures, row_sums
 from tvb_mergekit.tables import Sheet, matrix, printable, shortened, show
 
-CRITERION = "For negation take the smallest M after which lambda_{M+1}(G) drops off"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+UNKNOWN = "not known: no Gram matrix of all tasks is (after compression, or in a merge without G)"
 
 
-def print_inspection(inspection: Inspection, console: Console) -> None:
+def print_inspection(found: Inspection, console: Console) -> None:
     """Tables and sentences as wide as the terminal; in ASCII if its encoding needs that."""
     ascii_only, most = console.options.ascii_only, max(console.width // 4, 10)
-    names = [shortened(printable(task, ascii_only), most, ascii_only) for task in inspection.tasks]
-    show([headline(inspection)], console, "bold")
-    show(remarks(inspection), console)
-    parts: list[list[Sheet | str]] = [
-        [_task_sheet(inspection, names)],
-        [cosine_sheet(of, names, values) for values, of in filter(None, [inspection.cosines])],
-        [] if inspection.keeps_tasks else _encoder_lines(inspection, names),
-        _choice_lines(inspection),
-    ]
-    for part in filter(None, parts):
-        console.print()
-        show(part, console)
+    names = [shortened(printable(task, ascii_only), most, ascii_only) for task in found.facts.tasks]
+    show([headline(found)], console, "bold")
+    show(_remarks(found), console)
+    cosines, encoder = found.cosines, found.tensors.get("encoder")
+    parts = [_tasks(found, names)]
+    parts.append(f"Cosines: {UNKNOWN}" if cosines is None else cosine_sheet(names, cosines))
+    if encoder is not None and not found.whole:
+        heads = [f"B{m}" for m in range(encoder.shape[1])]
+        parts.append(matrix("Encoder weights", names, heads, encoder.tolist()))
+    parts.append(_choices(found) if found.choices else f"What other M would retain: {UNKNOWN}")
+    for part in parts:
+        show(["", part], console)
 
 
-def headline(inspection: Inspection) -> str:
-    """Kind, M of T, dtype and base in one line."""
-    facts, tasks = inspection.facts, counted(len(inspection.tasks), "task vector")
-    dtype = facts.dtype if facts.store is None else _stored_as(facts)
-    if inspection.keeps_tasks:
-        return f"Task-vector store: T = {tasks} at {dtype}, base {facts.base_model}"
-    kinds = {"store": "Basis store", "merge": f"Merge by {facts.method}"}
-    kind = kinds.get(inspection.what, f"Recipe for {facts.method}, not built")
-    bases = counted(inspection.num_bases, f"{inspection.basis} basis vector")
-    kept = f", {dtype}" if dtype else ""
-    return f"{kind}: M = {bases} of T = {tasks}{kept}, base {facts.base_model}"
+def headline(found: Inspection) -> str:
+    """Kind, M of T, form and base in one line."""
+    facts, form = found.facts, forms(found) or found.facts.dtype
+    basis, held = facts.parameters.get("basis", "ae"), counted(len(facts.tasks), "task vector")
+    if basis != "none":
+        held = f"{counted(facts.num_bases, f'{basis} basis vector')} of {held}"
+    what = f"Merge by {facts.method}" if found.built else f"Recipe for {facts.method}, not built"
+    kind = "Store of " if found.whole else "Store: " if found.store else f"{what}: "
+    return f"{kind}{held}{f' ({form})' if form else ''}, base {facts.base_model}"
 
 
-def remarks(inspection: Inspection) -> list[str]:
-    """Lines on sizes, additions, the loss against its bounds, and tensors left out."""
-    facts, store, kept = inspection.facts, inspection.facts.store, inspection.kept
-    lines = []
-    if store is not None:
-        lines.append(size_line(inspection))
-        if store.added:
-            unlimited = store.budget is None or inspection.keeps_tasks
-            within = "" if unlimited else f" within a budget of {store.budget}"
-            lines.append(f"{counted(store.added, 'task')} added online{within}")
-        if store.basis_weights and not inspection.keeps_tasks:
-            terms = [f"{weight:.4g} B{m}" for m, weight in enumerate(store.basis_weights)]
-            lines.append(f"The sum of all task vectors is {' + '.join(terms)}")
-    if facts.relative_error:
-        line = error_line(facts)
-        if kept is not None:
-            line += f"; storing changes the sum that addition adds by {kept.sum:.3g} of its norm"
-        lines.append(line[0].upper() + line[1:])
+def forms(found: Inspection) -> str:
+    """The forms of a store's vectors, such as `lossless, 1.52 bits`."""
+    widths = dict[str, list[float]]()
+    for vector, bits in zip(found.store.vectors if found.store else [], found.bits, strict=True):
+        name: str = vector.dtype if vector.codec == "dense" else vector.codec
+        name = f"a sample of {100 * vector.share:.3g} %" if vector.share < 1 else name
+        widths.setdefault(name, []).append(bits)
+    told = {name: f", {sum(bits) / len(bits):.3g} bits" for name, bits in widths.items()}
+    return "; ".join(n if n.startswith(("float", "bfloat")) else n + w for n, w in told.items())
+
+
+def size_line(found: Inspection) -> str:
+    """Bytes of a store, next to those of the models that it replaces."""
+    assert found.sizes is not None
+    saved = found.sizes["models"] - found.sizes["store"]
+    more = f"{megabytes(abs(saved))} {'less' if saved >= 0 else 'more'} than the models"
+    return f"{megabytes(found.sizes['store'])}, {more}"
+
+
+def _remarks(found: Inspection) -> list[str]:
+    """Lines on sizes, the loss against its bounds, and tensors left out."""
+    facts, store = found.facts, found.store
+    lines = [size_line(found)] if store else []
+    if store and store.basis_weights and not found.whole:
+        terms = [f"{weight:.4g} B{m}" for m, weight in enumerate(store.basis_weights)]
+        lines.append(f"The sum of all task vectors is {' + '.join(terms)}")
     lines.append(f"{facts.num_parameters:,} parameters in each task vector")
-    lines += [] if inspection.keeps_tasks else measures(facts)
-    reasons: dict[str, list[str]] = {}
-    for name, reason in facts.left_out.items():
-        reasons.setdefault(reason, []).append(name)
-    for reason, names in reasons.items():
+    lines += [] if found.whole else measures(facts)
+    for reason in dict.fromkeys(facts.left_out.values()):
+        names = [name for name, why in facts.left_out.items() if why == reason]
         lines.append(f"{counted(len(names), 'tensor')} left to the base, {reason}: {listed(names)}")
     return lines
 
 
-def size_line(inspection: Inspection) -> str:
-    """Numbers and bytes of a store and of the models that it replaces."""
-    facts, sizes = inspection.facts, inspection.sizes
-    assert sizes is not None
-    held = f"{counted(inspection.num_bases, 'basis')} of {counted(len(inspection.tasks), 'task')}"
-    if inspection.keeps_tasks:
-        held = counted(len(inspection.tasks), "task vector")
-    return (
-        f"{held}: {megabytes(sizes['store'])} in {_stored_as(facts)}, "
-        f"{megabytes(abs(sizes['saved']))} {'less' if sizes['saved'] >= 0 else 'more'} than the "
-        f"models' {megabytes(sizes['models'])}"
-    )
+def _tasks(found: Inspection, names: list[str]) -> Sheet | str:
+    """Norm, error and row sum of each task; of a store of tasks bits and bytes, no row sum."""
+    facts, encoder = found.facts, found.tensors.get("encoder")
+    base = None if "base" in facts.tasks else facts.norms.get("base")
+    last = {"row sum": ["?"] * len(names)}
+    if found.whole:
+        bits, sizes = [f"{each:.3g}" for each in found.bits], [*map(megabytes, found.bytes)]
+        last = {"bits": bits, "bytes": sizes}
+    elif encoder is not None:
+        last["row sum"] = [f"{round(total, 3) + 0.0:.3f}" for total in row_sums(facts, encoder)]
+    norms, lost = [facts.norms[task] for task in facts.tasks], found.errors
+    columns = {
+        "task": names,
+        "||tau||": [f"{norm:.4g}" for norm in norms],
+        "of base": [f"{100 * norm / base:.2f} %" if base else "?" for norm in norms],
+        "error": ["?" if e is None else f"{round(e, 9):.3g}" for e in map(lost.get, facts.tasks)],
+        **last,
+        "model": facts.models,
+    }
+    rows = list(zip(*columns.values(), strict=True))
+    return Sheet("Tasks", tuple(columns), rows, left=("model",))
 
 
-def store_line(bases: Bases) -> str:
-    return f"{bases.path}: {size_line(Inspection(bases.facts, bases.tensors))}"
-
-
-def error_line(facts: Facts) -> str:
-    """The largest relative error of a task in a store, with the task's name."""
-    if facts.store is not None and facts.store.codec == "lossless":
-        return "every bit comes back"
-    size = max(facts.relative_error.values())
-    return f"{facts.bits:.3g} bits a parameter, random errors of {size:.3g} times the norm"
-
-
-def _stored_as(facts: Facts) -> str:
-    """The dtype of a store and its share of kept entries, or its bits."""
-    assert facts.store is not None
-    if facts.density is not None:
-        return f"a sample of {100 * facts.density:.3g} % of the entries"
-    return facts.store.dtype if facts.bits is None else counted(facts.bits, "bit")
-
-
-def _task_sheet(inspection: Inspection, names: list[str]) -> Sheet:
-    """Norm, error and row sum of each task; for task-vector stores bits and bytes, no row sum."""
-    base, unknown, kept = inspection.base_norm, [None] * len(names), inspection.kept
-    weights, last = inspection.row_sums or unknown, ["row sum"]
-    cells = [["?" if weight is None else f"{round(weight, 3) + 0.0:.3f}"] for weight in weights]
-    if kept is not None:
-        last = ["bits", "bytes"]
-        cells = [[f"{each.bits:.3g}", megabytes(each.bytes)] for each in kept.vectors]
-    rows = []
-    for task, name, model, norm, cell in zip(
-        inspection.tasks, names, inspection.facts.models, inspection.norms, cells, strict=True
-    ):
-        share = f"{100 * norm / base:.2f} %" if base else "?"
-        error = f"{round(inspection.errors[task], 9):.3g}" if task in inspection.errors else "?"
-        rows.append((name, f"{norm:.4g}", share, error, *cell, model))
-    head = ("task", "||tau||", "of base", "error", *last, "model")
-    return Sheet("Tasks", head, rows, left=("model",))
-
-
-def _encoder_lines(inspection: Inspection, names: list[str]) -> list[Sheet | str]:
-    """The encoder as a table, or the largest weights of each basis if there are many."""
-    encoder = inspection.tensors.get("encoder")
-    if encoder is None:
-        return [f"Encoder weights: {inspection.why_unknown('encoder')}"]
-    bases = [f"B{m}" for m in range(inspection.num_bases)]
-    if len(bases) <= WIDE:
-        return [matrix("Encoder weights", names, bases, encoder.tolist())]
-    lines: list[Sheet | str] = ["Encoder weights, the largest of each basis"]
-    for basis, column in zip(bases, encoder.T.tolist(), strict=True):
-        order = sorted(range(len(column)), key=lambda i: -abs(column[i]))
-        lines.append(f"{basis}: {listed([f'{names[i]} {column[i]:.3f}' for i in order])}")
-    return lines
-
-
-def _choice_lines(inspection: Inspection) -> list[Sheet | str]:
-    if not inspection.choices:
-        return [f"What other M would retain: {inspection.why_unknown('gram')}"]
-    current = None if inspection.keeps_tasks else inspection.num_bases
+def _choices(found: Inspection) -> Sheet:
+    current = None if found.whole else found.facts.num_bases
     rows = [
-        (
-            f"{'>' if choice.num_bases == current else ' '} {choice.num_bases}",
-            f"{100 * choice.retained_energy:.2f}",
-            f"{100 * choice.balanced_energy:.2f}",
-            f"{choice.spectral_bound:.4g}",
-            f"{choice.next_eigenvalue:.4g}",
-        )
-        for choice in inspection.choices
-    ]
+        (f"{'>' if count == current else ' '} {count}", f"{100 * best:.2f}",
+         f"{100 * even:.2f}", f"{bound:.4g}", f"{following:.4g}")
+        for count, best, even, bound, following in (each.values() for each in found.choices)
+    ]  # fmt: skip
     head = ("M", "best %", "balanced %", "loss >=", "lambda_{M+1}")
-    sheet = Sheet("Energy that M bases can retain", head, rows)
-    found = ", ".join(f"{100 * share:g} %: {count}" for share, count in inspection.smallest.items())
-    return [sheet, f"Smallest M that can retain {found}", CRITERION]
+    return Sheet("Energy that M bases can retain", head, rows)
+
+
+def plot(found: Inspection, path: str | os.PathLike[str]) -> None:
+    """Draw the figure into `path`, a .png, .svg or .pdf file, which replaces it at the end."""
+    target = Path(path)
+    write_file(target, rendered(partial(_figure, found), target.suffix.lower()[1:]))
+
+
+def _figure(found: Inspection) -> Figure:
+    """All panels that have something to show. The figure grows with T, so that all labels fit."""
+    from matplotlib.figure import Figure
+
+    facts, encoder = found.facts, found.tensors.get("encoder")
+    names = [shortened(printable(task), LABEL) for task in facts.tasks]
+    panels: dict[str, Callable[[Axes], None]] = {}
+    if (cosines := found.cosines) is not None:
+        panels["Cosines between the task vectors"] = partial(_matrix, cosines.numpy(), names, names)
+    if encoder is not None and not found.whole:
+        heads = [f"B{m}" for m in range(encoder.shape[1])]
+        panels["Encoder weights"] = partial(_matrix, encoder.numpy(), names, heads)
+    norms, lost = ([of[task] or 0.0 for task in facts.tasks] for of in (facts.norms, found.errors))
+    panels["Norms of the task vectors"] = partial(_bars, norms, names)
+    if found.whole:
+        panels["Bits of a parameter"] = partial(_bars, found.bits, names)
+    if any(lost):
+        panels["Error of each task vector, relative to its norm"] = partial(_bars, lost, names)
+    if found.choices:
+        panels["Energy that M bases can retain"] = partial(_energy, found)
+    size, rows = max(4.5, 0.32 * len(names) + 1.5), -(-len(panels) // 2)
+    figure = Figure(figsize=(2.3 * size, rows * size), layout="constrained")
+    title = textwrap.fill(printable(headline(found)), int(25 * size), max_lines=3)
+    figure.suptitle(title, x=0.01, ha="left", size="large")
+    for place, (title, draw) in enumerate(panels.items(), 1):
+        draw(figure.add_subplot(rows, 2, place, title=title))
+    return figure
+
+
+def _matrix(values: Array, names: Sequence[str], heads: Sequence[str], axes: Axes) -> None:
+    """A heat map of a matrix [T, T] or [T, M], with its numbers if they are few."""
+    # A diagonal of ones is known. The other entries, often small, set the range of the colours.
+    known = np.eye(len(values)) if heads is names else 0.0
+    limit = float(np.abs(values - known).max()) or 1.0
+    low = -limit if values.min() < 0 else 0.0
+    colours = "RdBu_r" if low else "Blues"  # both are safe for colour-blind readers
+    image = axes.imshow(values, cmap=colours, vmin=low, vmax=limit, aspect="auto")
+    axes.set_xticks(range(len(heads)), heads, rotation=90, size=8)
+    axes.set_yticks(range(len(names)), names, size=8)
+    axes.figure.colorbar(image, ax=axes, extend="max" if values.max() > limit else "neither")
+    light = np.asarray(image.to_rgba(values))[:, :, :3] @ (0.3, 0.6, 0.1)
+    for (row, column), value in np.ndenumerate(values) if max(values.shape) <= WIDE else ():
+        colour, shown = "white" if light[row, column] < 0.5 else "black", round(value, 2) + 0.0
+        axes.text(column, row, f"{shown:.2f}", ha="center", va="center", size=7.5, color=colour)
+
+
+def _bars(values: Sequence[float], names: Sequence[str], axes: Axes) -> None:
+    axes.bar(range(len(names)), values, 0.7, color=BLUE)
+    axes.set_xticks(range(len(names)), names, rotation=90, size=8)
+
+
+def _energy(found: Inspection, axes: Axes) -> None:
+    counts, best, balanced, *_ = np.array([[*each.values()] for each in found.choices]).T
+    axes.plot(counts, 100 * best, "o-", color=BLUE, markersize=4, label="any bases (spectral)")
+    axes.plot(counts, 100 * balanced, "--", color=ORANGE, label="balanced bases")
+    if (reached := found.facts.retained_energy) is not None and not found.whole:
+        label, place = f"these: {100 * reached:.1f} %", [found.facts.num_bases]
+        axes.plot(place, [100 * reached], "D", color=DARK, markerfacecolor="none", label=label)
+    axes.locator_params(axis="x", integer=True)
+    axes.set_xlabel("M")
+    axes.set_ylabel("retained energy, %")
+    axes.legend(loc="lower right")

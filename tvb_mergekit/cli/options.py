@@ -1,9 +1,10 @@
-"""Shared parts of the commands: options, devices, refusals, and the opening of what they name."""
+"""Shared parts of the commands: options, completion, mistakes as one line, and what they open."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import json
 import logging
 import math
 import os
@@ -14,19 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 import tvb_mergekit_hook
-from tvb_mergekit.atomic import check_interrupted
-from tvb_mergekit.errors import UserError, check_names, hint, refusing, unwinding
+from tvb_mergekit.errors import UserError, hint, refusing, unwinding
 from tvb_mergekit.progress import bars, logging_above_bars, phase
+from tvb_mergekit.tensors import ranks
 
 if TYPE_CHECKING:
     import torch
 
     from tvb_mergekit.plugin.document import Document
     from tvb_mergekit.plugin.inputs import Options
-    from tvb_mergekit.store.facts import DtypeName
     from tvb_mergekit.store.store import Bases
     from tvb_mergekit.tensors.checkpoint import Checkpoint
     from tvb_mergekit.tensors.stream import Engine
@@ -36,14 +35,11 @@ Body = Callable[..., Any]
 
 
 class Place(click.Path):
-    """A path, or the name of a model, that `check_names` accepts."""
+    """A path, or the name of a model. An empty one would be the current folder."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        try:
-            check_names(value)
-            check_interrupted(value)
-        except (UserError, OSError) as error:
-            self.fail(str(error), param, ctx)
+        if not value:
+            self.fail("the path '' is empty (an unset variable?).", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -57,33 +53,8 @@ class Range(click.FloatRange):
         return found
 
 
-PLACE, RECIPE, RECIPE_OR_STORE = Place(), Place(exists=True, dir_okay=False), Place(exists=True)
-POSITIVE, SHARE = Range(0, min_open=True), Range(0, 1, min_open=True)
-COUNT, SEED = click.IntRange(1), click.IntRange(0, 2**32 - 1)
-flag = functools.partial(click.option, is_flag=True)
-repeatable = functools.partial(click.option, multiple=True)
-place = functools.partial(click.option, type=PLACE, metavar="PATH")
-folder = functools.partial(place, metavar="DIR")
-
-
-def choice(name: str, words: str, **more: Any) -> Callable[[Body], Body]:
-    """An option with one of these words."""
-    return click.option(name, type=click.Choice(words.split()), **more)
-
-
-class Command(click.Command):
-    """A command that is named in every error of its parser, unlike click's."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        with click.core.augment_usage_errors(ctx):
-            return super().parse_args(ctx, args)
-
-
-class Commands(Command, click.Group):
+class Commands(click.Group):
     """Commands that refuse wrong words like every other mistake: one line, exit code 1."""
-
-    command_class = Command
-    group_class = type  # this class
 
     def make_context(self, *args: Any, **values: Any) -> click.Context:
         with _one_line():
@@ -107,10 +78,36 @@ def _one_line() -> Iterator[None]:
         raise click.ClickException(f"{said} (see `{command} --help`)") from error
 
 
+def of_store(ways: Sequence[str] = (), each: str = "{}") -> dict[str, Any]:
+    """Complete an option by `ways`, and by `each` with the tasks of the store on the command line.
+
+    Only `store.json` is read, since torch takes seconds to import.
+    """
+
+    def complete(ctx: click.Context, param: click.Parameter, begun: str) -> list[str]:
+        try:
+            # click puts no argument into `params` when the last option still lacks its value
+            place = ctx.params.get("store") or ctx.params.get("recipe") or ctx.args[0]
+            tasks = json.loads(Path(place, "store.json").read_text(encoding="utf-8"))["tasks"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return []
+        words = [*ways, *(each.format(task) for task in tasks)]
+        return [word for word in words if word.startswith(begun)]
+
+    return {"shell_complete": complete}
+
+
+PLACE, RECIPE, RECIPE_OR_STORE = Place(), Place(exists=True, dir_okay=False), Place(exists=True)
+POSITIVE, SHARE = Range(0, min_open=True), Range(0, 1, min_open=True)
+COUNT, SEED = click.IntRange(1), click.IntRange(0, 2**32 - 1)
 DTYPES = click.Choice(["float32", "bfloat16", "float16"])
+flag = functools.partial(click.option, is_flag=True)
+repeatable = functools.partial(click.option, multiple=True)
+place = functools.partial(click.option, type=PLACE, metavar="PATH")
+folder = functools.partial(place, metavar="DIR")
 OPTIONS = {
     "device": click.option("--device", default="auto", help="Device: cpu, cuda, cuda:1 ..."),
-    "base": click.option("--base", type=PLACE, help="The base model, if the store's path is old."),
+    "base": place("--base", help="The base model, if the store's path is old."),
     "trust_remote_code": flag("--trust-remote-code", help="Let models run their own code."),
     "allow_crimes": flag("--allow-crimes", help="mergekit's: architectures may differ."),
     "transformers_cache": folder("--transformers-cache", help="For downloaded models."),
@@ -118,6 +115,11 @@ OPTIONS = {
     "verbose": flag("-v", "--verbose", help="Print the duration of each phase."),
 }
 MODELS = ("trust_remote_code", "allow_crimes", "transformers_cache")
+
+
+def choice(name: str, words: str, **more: Any) -> Callable[[Body], Body]:
+    """An option with one of these words."""
+    return click.option(name, type=click.Choice(words.split()), **more)
 
 
 def command(
@@ -129,6 +131,8 @@ def command(
 ) -> Callable[[Body], click.Command]:
     """Make a command of `group` with these OPTIONS after its own.
 
+    A mistake of the user in it becomes one line and exit code 1.
+
     Args:
         writes: the argument with the output path.
         several: the command supports several processes of a launcher.
@@ -136,11 +140,22 @@ def command(
 
     def decorate(body: Body) -> click.Command:
         @functools.wraps(body)
-        def run(**values: Any) -> Any:
-            with careful(values, writes, several):
-                return body(**values)
+        def run(verbose: bool, **values: Any) -> None:
+            if verbose:
+                logging.getLogger("tvb_mergekit").setLevel(logging.INFO)
+            try:
+                with logging_above_bars(), refusing(out=str(values.get(writes) or "")):
+                    if not several:
+                        ranks.one_only(click.get_current_context().command_path)
+                    with unwinding(), ranks.joined():
+                        body(**values)
+            except KeyboardInterrupt:
+                click.echo("Interrupted.", err=True)
+                sys.exit(130)
 
-        made = click.command(name, cls=Command)(run)
+        # click would cut the first sentence to the width of the list in `tvb --help`
+        first = (body.__doc__ or "").partition("\n")[0].rstrip(".")
+        made = click.command(name, short_help=first)(run)
         for option in (*shared, "verbose"):
             OPTIONS[option](made)
         if group is not None:
@@ -148,32 +163,6 @@ def command(
         return made
 
     return decorate
-
-
-@contextmanager
-def careful(values: dict[str, Any], writes: str = "", several: bool = False) -> Iterator[None]:
-    """Turn mistakes of a user in a command with these values into one line and exit code 1."""
-    from tvb_mergekit.tensors import ranks
-
-    if values.pop("verbose", False):
-        logging.getLogger("tvb_mergekit").setLevel(logging.INFO)
-    place = str(values.get(writes) or "")
-    try:
-        with logging_above_bars(), refusing(out=place):
-            if not several:
-                ranks.one_only(click.get_current_context().command_path)
-            with ranks.joined(), refusing(out=place), unwinding():
-                yield
-    except KeyboardInterrupt:
-        click.echo("Interrupted.", err=True)
-        sys.exit(130)
-
-
-def refuse_given(names: Sequence[str], why: str) -> None:
-    """Raise UserError if the user gave one of these options of the current command."""
-    for name in names:
-        if click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise UserError(f"--{name.replace('_', '-')}: {why}; leave it out")
 
 
 def import_mergekit() -> None:
@@ -203,8 +192,6 @@ def auto_device() -> str:
     """An accelerator, a different one for each process, or the CPU."""
     import torch
 
-    from tvb_mergekit.tensors import ranks
-
     if not torch.cuda.is_available():
         return "cpu"
     if ranks.launched("WORLD_SIZE", 1) == 1:
@@ -212,11 +199,17 @@ def auto_device() -> str:
     return f"cuda:{ranks.launched('LOCAL_RANK', 0) % torch.cuda.device_count()}"
 
 
+def dtype_of(name: str | None) -> torch.dtype | None:
+    import torch
+
+    return getattr(torch, name) if name else None
+
+
 def engine_of(values: dict[str, Any]) -> Engine:
-    """The engine of a command's options."""
+    """The engine of a command's options. Of several processes one shows progress."""
     from tvb_mergekit.tensors.stream import Engine
 
-    return Engine(device_of(values["device"]), bars(values["quiet"]))
+    return Engine(device_of(values["device"]), bars(values["quiet"] or not ranks.world().leads))
 
 
 def read_recipe(recipe: str) -> Document:
@@ -227,45 +220,29 @@ def read_recipe(recipe: str) -> Document:
         return read_document(recipe)
 
 
+@phase("Opening the models")
 def open_models(document: Document, values: dict[str, Any], names: Sequence[str] = ()) -> TaskSet:
     """The opened models of a recipe; `names` as for `read_inputs`."""
     from tvb_mergekit.plugin.inputs import read_inputs
 
-    with phase("Opening the models"):
-        return read_inputs(document, model_options(values), names)
+    return read_inputs(document, model_options(values), names)
 
 
 def load_store(path: str, checksums: bool = False) -> Bases:
     """The bases of a store; `checksums` compares those of all files."""
-    from tvb_mergekit.store.store import check, is_basis, load
+    from tvb_mergekit.store.store import load
 
-    if os.path.isfile(path):
-        raise UserError(f"{path} is a file; expected the folder of a store")
-    if is_basis(path):
-        raise UserError(f"{path} is one basis of a store; name the store, the folder around it")
     with phase("Opening the store"):
-        return check(path) if checksums else load(path)
+        return load(path, checksums)
 
 
 def base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | None]:
-    """The base of a store: its name, its weights and its folder.
-
-    Raises:
-        UserError: it cannot be opened, or belongs to another store.
-    """
+    """The base of a store: its name, its weights and its folder."""
     import_mergekit()
     from tvb_mergekit.plugin.inputs import open_base
 
     name = given or store.base_name
-    try:
-        weights, folder = open_base(name)
-    except (UserError, OSError, click.ClickException) as error:
-        if os.path.exists(name) or isinstance(error.__cause__, UserError):  # a damaged download
-            raise
-        raise UserError(
-            f"base {name}: no such file or folder (from {os.getcwd()}); name the base of "
-            f"{store.path} with --base"
-        ) from error
+    weights, folder = open_base(name)
     store.check_base(weights, name)
     return name, weights, folder
 
@@ -280,17 +257,9 @@ def document_of(recipe: str, method: str | None, base: str | None) -> Document:
 
     bases = load_store(recipe)
     known = templates(bases.facts, os.path.abspath(recipe), base_of(bases, base)[0])
-    if method in known:
-        from tvb_mergekit.plugin.document import from_mapping  # `base_of` has checked mergekit
+    if method not in known:
+        near = hint(method, known) if method else ""
+        raise UserError(f"{recipe} is a store: --method is one of {', '.join(known)}{near}")
+    from tvb_mergekit.plugin.document import from_mapping  # `base_of` has checked mergekit
 
-        return from_mapping(with_paths(known[method]))
-    if method is None:
-        raise UserError(f"{recipe} is a store: name a --method, one of {', '.join(known)}")
-    known_words = f"expected one of {', '.join(known)}"
-    raise UserError(f"--method {method}: {known_words}{hint(method, known)}")
-
-
-def dtype_of(name: DtypeName | None) -> torch.dtype | None:
-    from tvb_mergekit.store.store import DTYPES
-
-    return DTYPES[name] if name else None
+    return from_mapping(with_paths(known[method]))

@@ -32,12 +32,12 @@ from tvb_mergekit.errors import UserError
 @flag("--partial", help="Normalize over the categories that all models have completely.")
 @folder("--out", help="Write scores.md, scores.json and scores.html.")
 def score(paths: tuple[str, ...], out: str | None, **values: Any) -> None:
-    """Table the results of lm_eval, with the normalized accuracy of MergeBench.
+    """Table the results of lm_eval, with normalized accuracy.
 
-    Each PATH is a results_*.json of lm_eval, or a folder of them. Normalized accuracy is the sum of
-    a model's category means over the same sum for the specialists. Settings that differ are
-    reported. With samples, every two models are compared item by item; the p values are corrected
-    by Holm's method.
+    Each PATH is a results_*.json of lm_eval, or a folder of them. MergeBench's normalized accuracy
+    is the sum of a model's category means over the same sum for the specialists. Settings that
+    differ are reported. With samples, every two models are compared item by item; the p values are
+    corrected by Holm's method.
 
     \b
     Example:

@@ -11,119 +11,80 @@ from typing import TYPE_CHECKING, Any
 import click
 from click import argument, option
 
-from tvb_mergekit.cli.options import (
-    DTYPES,
-    MODELS,
-    PLACE,
-    RECIPE,
-    base_of,
-    choice,
-    command,
-    dtype_of,
-    engine_of,
-    flag,
-    import_mergekit,
-    load_store,
-    model_options,
-    open_models,
-    place,
-    read_recipe,
-)
-from tvb_mergekit.errors import UserError, counted
+from tvb_mergekit.cli import options as cli
+from tvb_mergekit.cli.options import DTYPES, MODELS, PLACE, command, flag
+from tvb_mergekit.errors import UserError, counted, listed, megabytes
 
 if TYPE_CHECKING:
-    from tvb_mergekit.store.facts import DtypeName
     from tvb_mergekit.store.inspection import Inspection
-
-OWN = "as wide as the models by default (bfloat16 next to float16: float32)"
+    from tvb_mergekit.store.store import Bases
 
 
 @command("device", *MODELS, "quiet", writes="store", several=True)
-@argument("recipe", type=RECIPE)
+@argument("recipe", type=cli.RECIPE)
 @argument("store", type=PLACE)
-@option("--dtype", type=DTYPES, help=f"Dtype of the bases; {OWN}.")
+@option("--dtype", type=DTYPES, help="Plain numbers of this dtype; bases: as wide as the models.")
 @flag("--lossless", help="Keep all models to the bit, as differences from the base.")
-@option("--keep", type=float, metavar="SHARE",
-        help="Keep a random share of all entries, exact: 0.05, 0.02.")  # fmt: skip
-def build(recipe: str, store: str, dtype: DtypeName | None, **values: Any) -> None:
-    """Compress the models of RECIPE into the bases of a new folder STORE.
+@option("--keep", type=float, metavar="SHARE", help="A random share of all entries: 0.05, 0.02.")
+def build(recipe: str, store: str, dtype: str | None, **values: Any) -> None:
+    """Keep the models of RECIPE in a new folder STORE.
 
-    RECIPE is a recipe for `mergekit-yaml`. Afterwards
-    you may delete the models, but not the base.
-
-    The next options keep all task vectors. RECIPE then names no basis, and recipes over STORE list
-    tasks: `- model: ./store/math`.
-
-    --lossless keeps models in bfloat16 or float16 to the bit. It is the default of a recipe with
-    `basis: none`. --keep keeps a random sample of the entries of each task vector, scaled up:
-    unbiased, in few bytes.
+    With `basis` or `num_bases` in RECIPE the task vectors are compressed into M bases, for merges.
+    Without them STORE keeps every task: adapters as their factors, models in bfloat16 or float16 to
+    the bit, others as float32. --keep keeps a random sample of the entries of each task vector,
+    scaled up: unbiased, in few bytes.
 
     \b
     Example:
-      tvb build recipe.yml ./store --dtype bfloat16
+      tvb build models.yml ./store
       tvb build models.yml ./small --keep 0.05
-      torchrun --nproc-per-node 4 --no-python tvb build recipe.yml ./store
+      tvb build recipe.yml ./bases --dtype bfloat16
+      torchrun --nproc-per-node 4 --no-python tvb build recipe.yml ./bases
     """
-    from tvb_mergekit.store.forms import default_share, kept_share
-    from tvb_mergekit.tensors import ranks
+    from tvb_mergekit.store.build import build_store, kept_share
 
     share = kept_share(values["lossless"], values["keep"], dtype)
-    world = ranks.world()
-    values["quiet"] |= not world.leads
-    engine = engine_of(values)
-    document = read_recipe(recipe)
-    if share:
-        document.whole_tasks()
-
-    from tvb_mergekit.cli.inspect import error_line, store_line
+    engine, document = cli.engine_of(values), cli.read_recipe(recipe)
+    document.whole_tasks()
     from tvb_mergekit.plugin.planner import input_folders
-    from tvb_mergekit.store.build import build_store
     from tvb_mergekit.tensors.output import check_new_folder
 
     check_new_folder(store, input_folders(document.recipe))  # before anything is downloaded
-    inputs = open_models(document, values)
-    if not (dtype or share):
-        share = default_share(inputs)
-    own = dtype_of(dtype) or inputs.own_dtype
-    bases = build_store(inputs, store, engine, dtype=own, keep=share)
-    energy = bases.facts.retained_energy
-    kept = "" if energy is None else f"; retained energy {100 * energy:.2f} %"
-    if share == 1:
-        kept = "; every bit comes back"
-    if 0 < share < 1:
-        kept = f"; {error_line(bases.facts)}"
-    click.echo(f"{store_line(bases)}{kept}")
+    inputs = cli.open_models(document, values)
+    _tell(build_store(inputs, store, engine, dtype=cli.dtype_of(dtype), keep=share))
 
 
 @command("device", *MODELS, "quiet", writes="plot")
 @argument("path", type=PLACE)
 @flag("--json", "as_text", help="JSON on standard output.")
-@place("--plot", metavar="FILE", help="Write a picture: .png, .svg or .pdf.")
+@cli.place("--plot", metavar="FILE", help="Write a picture: .png, .svg or .pdf.")
 def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
-    """Show tasks, cosines, bases and errors of PATH: a store, a merged model, or a recipe.
+    """Show tasks, cosines, bases, errors and bytes.
 
-    The models of a recipe are read, and refused where a merge would refuse them. The files of a
-    store are compared with their checksums.
+    PATH is a store, a merged model, or a recipe. The models of a recipe are read, and refused where
+    a merge would refuse them. The files of a store are compared with their checksums.
 
     \b
     Example:
       tvb inspect recipe.yml
       tvb inspect ./store --plot store.png
+      tvb inspect ./merged --json
     """
     from rich.console import Console
 
+    from tvb_mergekit.cli.inspect import plot as draw
     from tvb_mergekit.cli.inspect import print_inspection
+    from tvb_mergekit.figures import METADATA, can_draw
     from tvb_mergekit.store.inspection import as_json
 
-    if plot is not None:
-        from tvb_mergekit.atomic import check_outside
-        from tvb_mergekit.cli import plot as plots
-
-        plots.check_plot(plot)
-        check_outside(plot)
+    target = Path(plot or "picture.png")  # checked before anything is read
+    if target.suffix.lower()[1:] not in METADATA or not target.parent.is_dir():
+        raise UserError(f"--plot {target}: name a .png, .svg or .pdf file in a folder that exists")
+    if plot and not can_draw():
+        raise UserError("--plot needs matplotlib: pip install 'tvb-mergekit[plot]'")
     found = _inspection(path, values)
-    if plot is not None:
-        plots.plot(found, plot)
+    if plot:
+        draw(found, plot)
     if as_text:
         click.echo(json.dumps(as_json(found), indent=2))
     else:
@@ -131,11 +92,12 @@ def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
 
 
 def _inspection(path: str, values: dict[str, Any]) -> Inspection:
-    from tvb_mergekit.store.facts import FOLDER, is_output, read_output
+    from tvb_mergekit.store.facts import FACTS, FOLDER, read_output, unnamed_files
     from tvb_mergekit.store.inspection import Inspection
 
     if os.path.isfile(path):
-        engine, document, options = engine_of(values), read_recipe(path), model_options(values)
+        engine, document = cli.engine_of(values), cli.read_recipe(path)
+        options = cli.model_options(values)
         from tvb_mergekit.plugin.inputs import inputs_of_merge
         from tvb_mergekit.plugin.planner import plan_only
         from tvb_mergekit.store.build import inspect_inputs
@@ -145,9 +107,14 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
             return Inspection(*inspect_inputs(inputs, engine), built=False)
         plan_only(document, options)  # compares the base
         path = document.recipe.store.place
-    if is_output(Path(path)):
+    if (Path(path) / FOLDER / FACTS).is_file():
         return Inspection(*read_output(Path(path) / FOLDER))
-    return Inspection.of(load_store(path, checksums=True))
+    bases = cli.load_store(path, checksums=True)
+    if left := unnamed_files(Path(path), bases.facts):
+        size = megabytes(sum(file.stat().st_size for file in left))
+        said = "%s of interrupted changes (%s); delete them if no command changes the store now"
+        logging.warning(said, size, listed(list(map(str, left))))
+    return Inspection(bases.facts, bases.tensors)
 
 
 @command("base", "device", *MODELS, "quiet", writes="store")
@@ -155,81 +122,43 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
 @argument("model", type=PLACE)
 @option("--task", required=True, help="The new task's name.")
 @option("--weight", type=float, default=1.0, help="Weight of its task vector.")
-@option("--budget", type=int, metavar="M", help="Maximum number of bases in STORE.")
-@choice("--compress", "ae balanced", help="Make room as in the paper, or keep the sum of tasks.")
-@option("--dtype", type=DTYPES, help=f"Dtype of a new STORE; {OWN}.")
+@option("--budget", type=int, metavar="M", help="Maximum number of vectors in STORE.")
+@cli.choice("--compress", "ae balanced", help="Make room as the paper, or keep the sum of tasks.")
+@option("--dtype", type=DTYPES, help="Plain numbers of this dtype, for a new STORE or new bases.")
 @flag("--force", help="Also add a model unlike the others, or give up the exact sum.")
 def add(store: str, model: str, task: str, base: str | None, **values: Any) -> None:
     """Add the task of a fine-tuned MODEL to STORE.
 
-    If STORE keeps all task vectors (`tvb build --lossless` or --keep), MODEL joins them.
-    Otherwise, and with --budget, STORE holds at most M bases. Below the budget the new task vector
-    becomes a basis. At the budget the bases are compressed by one first (Algorithm 1 of the paper).
-
-    An addition needs the base and MODEL, but no earlier model. If STORE does not exist, give --base
-    and --budget. `tvb undo STORE` undoes the last addition.
+    MODEL becomes one more vector; no earlier model is read. If STORE would then hold more than
+    --budget vectors, they are compressed by one first (Algorithm 1 of the paper); the budget is
+    kept for later additions. If STORE does not exist, give --base.
 
     \b
     Example:
-      tvb add ./store ./new-model --task new --budget 4
-      tvb add ./vectors ./new-model --task new
+      tvb add ./store ./new-model --task new
+      tvb add ./bases ./new-model --task new --budget 4
+      tvb add ./new-store ./first-model --task first --base ./base
     """
-    import_mergekit()
-    from tvb_mergekit.cli.inspect import store_line
+    cli.import_mergekit()
     from tvb_mergekit.plugin.document import from_mapping
-    from tvb_mergekit.store.add import add_to_store
-    from tvb_mergekit.store.addition import Growth
+    from tvb_mergekit.store.add import Growth, add_to_store
     from tvb_mergekit.store.recipes import with_paths
+    from tvb_mergekit.store.store import is_store
 
-    engine = engine_of(values)
-    budget, compress, dtype = (values[key] for key in ("budget", "compress", "dtype"))
-    new = not os.path.exists(store) or (os.path.isdir(store) and not os.listdir(store))
-    if new:
-        if base is None or budget is None:
-            raise UserError(f"{store}: no such store; a new one needs --base BASE and --budget M")
-        basis = {"basis": compress} if compress else {}
-        parameters: Any = {"num_bases": 1, **basis}
-        names = list[str]()
-    else:
-        base, parameters, names = _standing(store, base, dtype, budget)
-    listed_model = {"model": model, "parameters": {"task": task, "weight": values["weight"]}}
-    recipe = {"merge_method": "basis_ta", "base_model": base, "models": [listed_model]}
-    document = from_mapping(with_paths(recipe | {"parameters": parameters}))
-    inputs = open_models(document, values, names)
-    own = dtype_of(dtype) or inputs.own_dtype
-    doubt = logging.warning if values["force"] else _refuse
-    growth = Growth(budget, compress, own, doubt, click.echo)
-    grown = add_to_store(store, inputs, growth, engine)
-    if grown.keeps_tasks:
-        error = grown.facts.relative_error[task]
-        click.echo(f"{store_line(grown)}; relative error of {task} {error:.3f}")
-        return
-    errors = [(error, name) for name, error in grown.facts.errors.items() if error is not None]
-    told = "the errors of the tasks are not known"
-    if errors:
-        told = "largest relative error of a task {:.3f} ({})".format(*max(errors))
-    click.echo(
-        f"{grown.path}: {counted(len(grown.tasks), 'task')} in {grown.num_bases} of at most "
-        f"{grown.facts.store.budget} bases; {told}"
-    )
-
-
-def _standing(
-    store: str, base: str | None, dtype: str | None, budget: int | None
-) -> tuple[str, dict[str, Any], list[str]]:
-    """The base, the parameters and the tensors' names for an addition to an existing store.
-
-    Raises:
-        UserError: no store, another base, or another dtype.
-    """
-    bases = load_store(store)
-    if bases.keeps_tasks and budget is None and dtype:
-        raise UserError(f"--dtype: {store} keeps all tasks; --budget M makes bases")
-    if dtype not in (None, own := bases.facts.store.dtype) and not bases.keeps_tasks:
-        raise UserError(f"--dtype {dtype}: {store} exists and holds {own}; leave --dtype out")
-    exclude = bases.settings.exclude
-    parameters = {"num_bases": 1, **({} if exclude is None else {"exclude": exclude})}
-    return base_of(bases, base)[0], parameters, bases.names
+    engine, parameters, names = cli.engine_of(values), {"basis": "none"}, list[str]()
+    if is_store(store):
+        bases = cli.load_store(store)
+        base, names = cli.base_of(bases, base)[0], bases.facts.tensors
+        parameters |= {"exclude": bases.settings.exclude} if bases.settings.exclude else {}
+    elif base is None:
+        raise UserError(f"{store}: no such store; a new one needs --base BASE")
+    new = {"model": model, "parameters": {"task": task, "weight": values["weight"]}}
+    recipe = {"merge_method": "basis_ta", "base_model": base, "models": [new]}
+    document = from_mapping(with_paths({**recipe, "parameters": parameters}))
+    inputs = cli.open_models(document, values, names)
+    doubt, dtype = logging.warning if values["force"] else _refuse, cli.dtype_of(values["dtype"])
+    growth = Growth(values["budget"], values["compress"], dtype, doubt)
+    _tell(add_to_store(store, inputs, growth, engine))
 
 
 def _refuse(doubt: str) -> None:
@@ -239,30 +168,48 @@ def _refuse(doubt: str) -> None:
 @command(writes="store")
 @argument("store", type=PLACE)
 def undo(store: str) -> None:
-    """Undo the last `tvb add` or `tvb remove` of STORE. A second `tvb undo` restores it.
+    """Undo the last `tvb add` or `tvb remove` of STORE.
+
+    A second `tvb undo` restores it.
 
     \b
     Example: tvb undo ./store
     """
-    from tvb_mergekit.store.writer import undo_change
+    from tvb_mergekit.store.change import undo_change
 
-    bases = undo_change(store)
-    tasks, count = counted(len(bases.tasks), "task"), counted(bases.num_bases, "basis")
-    click.echo(f"{bases.path}: {tasks}{'' if bases.keeps_tasks else f' in {count}'}, as before")
+    _tell(undo_change(store))
 
 
 @command(writes="store")
 @argument("store", type=PLACE)
-@option("--task", required=True, help="The task's name.")
+@option("--task", required=True, help="The task's name.", **cli.of_store())
 def remove(store: str, task: str) -> None:
-    """Remove a task from a STORE that keeps all task vectors, as of `tvb build --lossless`.
+    """Remove a task from a STORE that keeps all task vectors.
 
-    The previous store is kept until the next change: `tvb undo STORE` restores it.
+    `tvb undo STORE` restores it, until the next change.
 
     \b
     Example: tvb remove ./vectors --task math
     """
-    from tvb_mergekit.cli.inspect import store_line
-    from tvb_mergekit.store.addition import remove_task
+    from tvb_mergekit.store.add import remove_task
 
-    click.echo(store_line(remove_task(store, task)))
+    _tell(remove_task(store, task))
+
+
+def _tell(bases: Bases) -> None:
+    """Print what a store holds and what it loses, and how to get tasks back, after a change."""
+    from tvb_mergekit.cli.inspect import forms, size_line
+    from tvb_mergekit.store.inspection import Inspection
+
+    found, held = Inspection(bases.facts, bases.tensors), counted(len(bases.tasks), "task vector")
+    held = held if bases.whole else f"{counted(bases.num_bases, 'basis')} of {held}"
+    click.echo(f"{bases.path}: {held} ({forms(found)}), {size_line(found)}")
+    if {vector.codec for vector in bases.facts.vectors} == {"lossless"}:
+        click.echo("Every bit comes back: you may delete the models, but not the base.")
+    elif known := [(e, task) for task, e in bases.facts.errors.items() if e is not None]:
+        mend = "To get tasks back, build without `basis` and `num_bases`; keep the models."
+        error, task = max(known)
+        line = f"Largest relative error of a task: {error:.3g} ({task})."
+        click.echo(line if bases.whole else f"{line} {mend}")
+    else:
+        click.echo("The errors of the tasks are not known.")

@@ -9,39 +9,24 @@ from typing import Any
 import click
 from click import argument, option
 
-from tvb_mergekit.cli.options import (
-    MODELS,
-    POSITIVE,
-    RECIPE,
-    SEED,
-    SHARE,
-    choice,
-    command,
-    device_of,
-    flag,
-    folder,
-    import_mergekit,
-    model_options,
-    repeatable,
-)
+from tvb_mergekit.cli import options as cli
+from tvb_mergekit.cli.options import MODELS, command, flag, folder, repeatable
 from tvb_mergekit.errors import UserError
+
+GRID = "0:1:0.05; of basis_tsvm and basis_wudi 0 and 0.1 to 4, of basis_iso to 22"
 
 
 @command("device", *MODELS, "quiet", writes="out")
-@argument("recipe", type=RECIPE)
+@argument("recipe", type=cli.RECIPE)
 @option("--tasks", required=True, metavar="T1,T2", help="lm-eval's tasks or groups.")
 @folder("--out", required=True, help="New folder for the results; see below.")
-@option(
-    "--grid",
-    show_default="0:1:0.05; of basis_tsvm and basis_wudi 0 and 0.1 to 4, of basis_iso to 22",
-    help="START:STOP:STEP, or numbers with commas.",
-)
-@choice("--search", "grid brent", default="grid", help="brent: about 9 points of --grid's range.")
+@option("--grid", show_default=GRID, help="START:STOP:STEP, or numbers with commas.")
+@cli.choice("--search", "grid brent", default="grid", help="brent: 9 points of --grid's range.")
 @repeatable("--metric", "metrics", metavar="TASK:METRIC", help="As METRIC,FILTER. Repeatable.")
 @repeatable("--control", "controls", metavar="TASK", help="basis_negate: keep it. Repeatable.")
-@option("--keep", type=SHARE, default=0.95, help="basis_negate: share of control score to keep.")
-@option("--limit", type=POSITIVE, help="Items per task, drawn by --seed; below 1 a fraction.")
-@option("--seed", type=SEED, default=0, help="Seed of the items.")
+@option("--keep", type=cli.SHARE, default=0.95, help="basis_negate: of the control score.")
+@option("--limit", type=cli.POSITIVE, help="Items per task, drawn by --seed; below 1 a fraction.")
+@option("--seed", type=cli.SEED, default=0, help="Seed of the items.")
 @folder("--include-path", multiple=True, help="Folder of your own lm-eval tasks. Repeatable.")
 @option("--num-fewshot", type=click.IntRange(0), help="lm-eval's.")
 @flag("--apply-chat-template", "chat_template", help="lm-eval's.")
@@ -57,10 +42,8 @@ def tune(recipe: str, tasks: str, out: str, **values: Any) -> None:
 
     DIR gets tuned.yml, tune.json and curve.png. Test items are not used: a task is scored on its
     validation split. If it has none, a seeded fifth of the scored items chooses, and
-    test_samples.json names the rest, for `lm_eval --samples`.
-
-    Memory: the loaded model. Disk: up to five times the merged model, below DIR and deleted at the
-    end.
+    test_samples.json names the rest, for `lm_eval --samples`. While it runs, DIR holds up to five
+    times the merged model.
 
     \b
     Example:
@@ -72,13 +55,13 @@ def tune(recipe: str, tasks: str, out: str, **values: Any) -> None:
         raise UserError("tvb tune needs lm-eval: pip install 'tvb-mergekit[eval]'")
     from lm_eval.utils import simple_parse_args_string
 
-    import_mergekit()
+    cli.import_mergekit()
     from tvb_mergekit.tune import run
     from tvb_mergekit.tune.tasks import Evaluation
 
-    options = model_options(values).model_copy(update={"quiet": values["quiet"]})
+    options = cli.model_options(values).model_copy(update={"quiet": values["quiet"]})
     model = {
-        "device": str(device_of(values.pop("device"))),
+        "device": str(cli.device_of(values.pop("device"))),
         "batch_size": values.pop("batch_size"),
         "trust_remote_code": options.trust_remote_code,
         **simple_parse_args_string(values.pop("model_args")),

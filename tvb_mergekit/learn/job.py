@@ -116,9 +116,9 @@ class TaskBases:
     def folder(self, task: str | None) -> Path:
         """The folder with configuration and tokenizer of a task's model; None is the base."""
         recipe, held = self.plan.recipe, self.plan.tensors.checkpoints
-        if task is None or recipe.bases is not None:
-            return Path(held[recipe.base].folder)
-        return Path(held[recipe.models[self.tasks.index(task)]].folder)
+        alone = task is not None and recipe.bases is None
+        model = recipe.models[self.tasks.index(str(task))] if alone else recipe.base
+        return Path(str(held[model].folder))
 
     def load(self, task: str | None, spread: bool = False) -> tuple[nn.Module, Parameters]:
         """A task's model, or with None the base's, and its parameters that the merge moves.

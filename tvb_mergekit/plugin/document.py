@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from tvb_mergekit.core.settings import ALL_KEYS, METHODS, VARYING_KEYS, unknown_key
 from tvb_mergekit.errors import UserError, hint, one_line, refusing
 from tvb_mergekit.plugin.recipe import Recipe, read_recipe
+from tvb_mergekit.plugin.stores import expand
 
 MOST = 1_000_000  # values in a recipe: a few lines of nested aliases may stand for billions
 
@@ -167,7 +168,8 @@ class Document:
 
     config: MergeConfiguration
     recipe: Recipe
-    text: str = ""  # for the output folder
+    text: str  # for the output folder
+    given: MergeConfiguration  # with stores as they are listed
     varying: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -201,4 +203,10 @@ def from_mapping(document: Mapping[str, Any], text: str | None = None) -> Docume
         parameters = document.get("parameters") or {}
         varying = {key: parameters[key] for key in VARYING_KEYS if key in parameters}
         text = text or yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True)
-        return Document(config, read_recipe(config), text, varying)
+        return replace(document_of(config, text), varying=varying)
+
+
+def document_of(config: MergeConfiguration, text: str = "") -> Document:
+    """A recipe that mergekit has read. Raise UserError if it is wrong."""
+    expanded, listed = expand(config)
+    return Document(expanded, read_recipe(expanded, listed), text, config)

@@ -13,11 +13,10 @@ from mergekit.options import MergeOptions
 from tvb_mergekit import hub
 from tvb_mergekit.core.gram import NO_TENSOR
 from tvb_mergekit.core.settings import VARYING_KEYS
-from tvb_mergekit.errors import UserError, refusing
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.planner import plan_only
-from tvb_mergekit.plugin.recipe import refuse_bases
 from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN, Checkpoint
 from tvb_mergekit.tensors.taskset import TaskSet
 
@@ -43,8 +42,6 @@ def read_inputs(document: Document, options: Options, names: Sequence[str] = ())
     if recipe.store is not None:
         place = recipe.store.place
         raise UserError(f"this lists the bases of {place}: list the fine-tuned models")
-    with refusing():
-        refuse_bases([recipe.base.model.path], "`base_model`")
     check_for_store(document)
     found = tasks_for_store(document, plan_only(document, options, names))
     if not found.items:

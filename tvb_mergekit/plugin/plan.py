@@ -23,7 +23,6 @@ from tvb_mergekit.plugin.sources import Candidate, Changed, Loaders, Source
 from tvb_mergekit.progress import bars
 from tvb_mergekit.store import report
 from tvb_mergekit.store.facts import Facts
-from tvb_mergekit.store.forms import sums_of
 from tvb_mergekit.tensors import merging, ranks
 from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint
 from tvb_mergekit.tensors.matrices import check_matrices
@@ -109,7 +108,7 @@ class MergedTensors:
 
     def _item(self, given: Candidate) -> Item:
         recipe, name, whole = self.recipe, given.weight.name, given.whole
-        base, *models = _parts(recipe, given)
+        base, *models = (given.parts[model] for model in recipe.every)
         assert base is not None
         absent = None
         if recipe.bases is not None:  # by the base's or the merged model's name
@@ -119,6 +118,11 @@ class MergedTensors:
         reason = rule(base, models)
         if reason == UNCHANGED and base.name in self.zeros:
             reason = None
+        if recipe.bases is not None and reason is None and isinstance(whole, Changed):
+            raise UserError(
+                f"tensor `{name}`: the recipe's tokenizer changes it, and {recipe.bases.place} has "
+                "the base's own vocabulary: use `tokenizer_source: base` as it is, or `exclude`"
+            )
         load: Load | None = None
         if whole is not None and not (reason and base.shape):
             load = functools.partial(whole.load, reason is not None)
@@ -135,9 +139,8 @@ class MergedTensors:
             self.unchanged[place] = math.prod(base.shape or ())
         assert base.shape is not None
         inputs = [part for part in models if part is not None]
-        mean = _mean(recipe, name, base.shape, inputs)
         out = self._dtype(given, base, inputs)
-        item = Item(name, base.shape, base, (*inputs, *mean), out, load=load)
+        item = Item(name, base.shape, base, tuple(inputs), out, load=load)
         if reason is None:
             counted, tunables = self._count_once(given, item), self._tunables(given)
             item = replace(item, counted_as=counted, tunables=tunables)
@@ -196,36 +199,6 @@ class MergedTensors:
         return other.name
 
 
-def _parts(recipe: Recipe, given: Candidate) -> list[Part | None]:
-    """The tensor's parts in the base and the models; vectors of a store have their own names."""
-    parts = [given.parts[model] for model in recipe.every]
-    bases, base = recipe.bases, parts[0]
-    if bases is None or base is None:
-        return parts
-    if (name := bases.stored_name(base.name)) is None:
-        return [base, *[None] * len(recipe.models)]
-    shape = None if given.whole else base.shape
-    stored = (Part.of(bases.vectors[index], name, "delta") for index in recipe.order)
-    return [base, *(replace(part, shape=shape and part.shape) for part in stored)]
-
-
-def _mean(
-    recipe: Recipe, name: str, shape: tuple[int, ...], inputs: Sequence[Part]
-) -> Sequence[Part]:
-    """PCA's mean, an input that is not a model of the recipe."""
-    mean = recipe.mean
-    if mean is None or not inputs or inputs[0].name is None:
-        return ()
-    part = Part.of(mean, inputs[0].name, "delta")
-    if part.shape != shape:
-        raise UserError(
-            f"tensor `{name}`: the recipe's tokenizer gives it the shape {list(shape)}, the "
-            f"store's mean has {list(part.shape or ())}: use the base's tokenizer as it is, or "
-            "leave the tensor out with `exclude`"
-        )
-    return (part,)
-
-
 @dataclass
 class Plan:
     """One merge from its plan to its report.
@@ -280,9 +253,9 @@ class Plan:
         tasks.folder, tasks.unchanged = self.base.folder, sum(tensors.unchanged.values())
         if bases is not None and not tensors.changed:
             # The store knows G where the same tensors count.
-            held = {part.name for item in counted for part in item.inputs[:1]}
-            if bases.keeps_tasks and held == set(bases.names):
-                tasks.sums = sums_of(bases, recipe.order)
+            names = (part.name for item in counted for part in item.inputs[:1])
+            if {bases.stored_name(name) for name in names} == set(bases.facts.tensors):
+                tasks.sums = bases.sums(recipe.order, recipe.weights)
         return tasks
 
     @refusing()
@@ -311,10 +284,9 @@ class Plan:
         recipe, store = self.recipe, self.recipe.store
         if store is None:
             return merging.build_basis(self.tasks, self.engine, inner=inner)
-        order = list(recipe.order)
-        shares = store.shares[order] * torch.tensor(recipe.weights, dtype=torch.float64)
-        mean = [] if recipe.mean is None else [len(order)]
-        table = store.reconstruction(store.tasks)[[*order, *mean]]
+        # All vectors in order; PCA's mean is the last, if the method reconstructs a task.
+        shares = store.shares * torch.tensor(recipe.weights[: store.num_bases], dtype=torch.float64)
+        table = store.reconstruction(store.tasks)[: len(recipe.order)]
         stored = StoredBases(recipe.settings, store.tasks, shares, table)
         merging.count_if_needed(stored, self.tasks.items, self.engine, zeros=self.tasks.unchanged)
         return stored
@@ -361,11 +333,10 @@ class Plan:
         tunables = self.tensors.tunables if learned is None else {}
         if isinstance(basis, StoredBases):
             assert bases is not None
-            weights = basis.shares[torch.tensor(self.recipe.order).argsort()].tolist()
+            weights = basis.shares.tolist()
             own = self.tensors.left_out, tunables, self.tensors.out_dtype
             facts = report.facts_over_store(bases.facts, basis, weights, *own)
-            held = bases.tensors
-            tensors = {name: held[name] for name in report.MERGED if name in held}
+            tensors = dict(bases.tensors)
         else:
             assert isinstance(basis, Basis)
             facts, tensors = report.facts(self.tasks, basis, tunables), report.tensors_of(basis)

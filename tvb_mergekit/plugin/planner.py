@@ -33,6 +33,7 @@ from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint
 from tvb_mergekit.tensors.peft_files import MERGE_FIRST, open_adapter
+from tvb_mergekit.tensors.stream import Weights
 
 
 @contextmanager
@@ -83,15 +84,15 @@ def _plan(document: Document, options: MergeOptions, zeros: Collection[str]) -> 
 def _tokenizer(task: Any, recipe: Recipe) -> Any:
     """mergekit's `TokenizerInfo`, whose permutations have a row, or -1, for each token and model.
 
-    Vectors of a store, and models without tokenizer files, have the base's rows: for some
-    architectures transformers makes up a tokenizer of a few tokens instead of failing.
+    Models without tokenizer files have the base's rows: for some architectures transformers makes
+    up a tokenizer of a few tokens instead of failing.
     """
     found = task.execute()
     for rows in found.permutations.values():  # mergekit leaves out tokens beyond a model's rows
         rows |= {n: -1 for n in found.tokenizer.get_vocab().values() if n not in rows}
     for model in recipe.models:
         path = model.model.path
-        if recipe.bases is not None or (os.path.isdir(path) and not _has_tokenizer(path)):
+        if os.path.isdir(path) and not _has_tokenizer(path):
             found.permutations[model] = found.permutations[recipe.base]
     return found
 
@@ -99,26 +100,25 @@ def _tokenizer(task: Any, recipe: Recipe) -> Any:
 @phase("Planning")
 def _opened(document: Document, options: MergeOptions) -> tuple[Loaders, MergePlanner]:
     """The open models, and mergekit's plan; local files are checked before any download."""
-    recipe, held = document.recipe, document.recipe.opened
+    recipe = document.recipe
     opened = {
         model: check_model(model, recipe.base, options, weights)
         for model in recipe.every
-        for weights in [model not in held and not _adapts(model, recipe.base)]
+        for weights in [recipe.bases is None and not _adapts(model, recipe.base)]
     }
     check_tokenizer_source(document.config)
-    tokens = document.config.tokenizer and document.config.tokenizer.tokens
-    if recipe.bases and (forced := [name for name, way in (tokens or {}).items() if way.force]):
-        raise UserError(
-            f"`tokens` of `tokenizer`: {listed(forced)}: `force` makes rows of weights, and the "
-            "vectors of a store are differences; leave `force` out, or merge the models themselves"
-        )
     base = opened[recipe.base] or _local(recipe.base, options)
     loaders = {recipe.base: install_loader(recipe.base, base)}
-    recipe.check_base(base)
+    if recipe.bases is not None:
+        recipe.bases.check_base(base, str(recipe.base))
+        vectors = recipe.bases.as_models(base)
+        for model, place in zip(recipe.models, recipe.order, strict=True):
+            loaders[model] = install_loader(model, vectors[place])
+        return loaders, planned_by_mergekit(document.config, options)
     for task, model in zip(recipe.tasks, recipe.models, strict=True):
-        found = held.get(model) or opened[model]
+        found: Weights | None = opened[model]
         if model.lora is not None:
-            found = _opened_adapter(model, task, recipe.base, base, found, options)
+            found = _opened_adapter(model, task, recipe.base, base, opened[model], options)
         loaders[model] = install_loader(model, found or _local(model, options))
     return loaders, planned_by_mergekit(document.config, options)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,8 +24,8 @@ from tvb_mergekit.core.settings import (
     unknown_key,
 )
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.store import store
-from tvb_mergekit.store.forms import before_coding
+from tvb_mergekit.plugin.stores import Listed
+from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.matrices import settings_over
 from tvb_mergekit.tensors.stream import Item, Weights
@@ -56,27 +54,17 @@ class Recipe:
     models: tuple[ModelReference, ...]
     tasks: tuple[str, ...]
     weights: tuple[float, ...]
-    bases: store.Bases | None = None
+    bases: Bases | None = None
     order: tuple[int, ...] = ()
 
     @property
-    def store(self) -> store.Bases | None:
+    def store(self) -> Bases | None:
         """The store whose bases the models are; None for task vectors."""
-        return None if self.bases is None or self.bases.keeps_tasks else self.bases
+        return None if self.bases is None or self.bases.whole else self.bases
 
-    @functools.cached_property
-    def opened(self) -> dict[ModelReference, Any]:
-        """The models that are vectors of a store, as the store has opened them."""
-        if self.bases is None:
-            return {}
-        vectors = (self.bases.vectors[index] for index in self.order)
-        return dict(zip(self.models, vectors, strict=True))
-
-    @property
-    def mean(self) -> Weights | None:
-        """PCA's mean, which only the reconstruction of a task needs."""
-        negates = self.store is not None and self.settings.method == "basis_negate"
-        return self.store.mean if self.store and negates else None
+    def shown(self, model: ModelReference) -> str:
+        """A model as the recipe lists it."""
+        return str(model) if self.bases is None else str(model.model.revision)
 
     @property
     def every(self) -> tuple[ModelReference, ...]:
@@ -85,12 +73,6 @@ class Recipe:
     def over(self, base: Weights) -> Recipe:
         """The recipe with the defaults of its settings for this base."""
         return replace(self, settings=settings_over(base, self.settings))
-
-    def check_base(self, opened: Weights) -> None:
-        """Raise UserError if the base is a vector of a store, or is not the base of the vectors."""
-        refuse_bases([self.base.model.path], "`base_model`")
-        if self.bases is not None:
-            self.bases.check_base(opened, str(self.base))
 
     def task_set(
         self,
@@ -105,18 +87,16 @@ class Recipe:
         exclude = self.settings.exclude
         if exclude and EXCLUDED not in left_out.values():
             LOG.warning("`exclude: %s` matches no tensor of this merge", exclude)
-        names = str(self.base), [str(model) for model in self.models]
+        names = str(self.base), [self.shown(model) for model in self.models]
         given = self.settings, self.tasks, self.weights, items, base, *names, sources
-        tasks = TaskSet(*given, left_out, tied, dtype=dtype)
-        if self.bases is not None and self.bases.keeps_tasks:
-            tasks.built = (self.bases.weights / self.bases.scales)[list(self.order)].tolist()
-            held = {part.name for item in items for part in item.inputs[:1]}
-            tasks.norms, tasks.missed = before_coding(self.bases, self.order, held)
-        return tasks
+        return TaskSet(*given, left_out, tied, dtype=dtype)
 
 
-def read_recipe(config: MergeConfiguration) -> Recipe:
+def read_recipe(config: MergeConfiguration, listed: Listed | None = None) -> Recipe:
     """The recipe in a configuration of one of our methods.
+
+    Args:
+        listed: the vectors of a store, for which the models stand.
 
     Raises:
         UserError: a key, value, model or task name is wrong or missing.
@@ -133,25 +113,45 @@ def read_recipe(config: MergeConfiguration) -> Recipe:
     models = _models(sections, base)
     given, own = _values(sections, base)
     weights = tuple(float(own.get((model, "weight"), 1.0)) for model in models)
-    bases, order = find_store(models)
-    if bases is not None:
-        every = bases.tasks if bases.keeps_tasks else bases.facts.store.folders
-        names = tuple(every[index] for index in order)
-        for model, name in zip(models, names, strict=True):
-            if own.get((model, "task"), name) != name:
-                raise UserError(
-                    f"`task` of {model}: its store calls it {name}; give this name, or none"
-                )
-        settings = bases.merge_settings(
-            config.merge_method, given, names if bases.keeps_tasks else ()
-        )
-        scales = zip(weights, bases.scales[list(order)].tolist(), strict=True)
-        scaled = tuple(weight * scale for weight, scale in scales)
-        return Recipe(settings, base, models, names, scaled, bases, order)
+    if listed is not None:
+        return _over_store(listed, config.merge_method, base, models, given, own)
     tasks = tuple(own.get((model, "task")) or default_task_name(model) for model in models)
     check_tasks(tasks, [str(model) for model in models])
     settings = resolve_settings(config.merge_method, given, tasks)
     return Recipe(settings, base, models, tasks, weights)
+
+
+def _over_store(
+    listed: Listed,
+    method: str,
+    base: ModelReference,
+    models: tuple[ModelReference, ...],
+    given: Mapping[str, Any],
+    own: Mapping[tuple[ModelReference, str], Any],
+) -> Recipe:
+    """The recipe over task vectors of a store, or over all its bases."""
+    bases, places, vectors = listed.bases, listed.places, listed.bases.facts.vectors
+    if not bases.whole:
+        models = tuple(sorted(models, key=places.__getitem__))  # the mean is the last
+        means = method == "basis_negate"  # each reconstruction has the mean
+        wanted = {k for k, vector in enumerate(vectors) if means or not vector.mean}
+        if wanted != {places[model] for model in models}:
+            raise UserError(
+                f"{bases.place} holds bases, which make sense together only: list all, by "
+                f"`- model: {bases.place}`"
+            )
+    order = tuple(places[model] for model in models)
+    names = tuple(vectors[place].name for place in order)
+    for model, name in zip(models, names, strict=True):
+        if own.get((model, "task"), name) != name:
+            raise UserError(
+                f"`task` of {model.model.revision}: its store calls it {name}; leave it out"
+            )
+    settings = bases.merge_settings(method, given, names if bases.whole else ())
+    scales = [float(bases.scales[place]) for place in order]
+    weights = (own.get((model, "weight"), 1.0) for model in models)
+    scaled = tuple(float(w) * scale for w, scale in zip(weights, scales, strict=True))
+    return Recipe(settings, base, models, names, scaled, bases, order)
 
 
 def default_task_name(model: ModelReference) -> str:
@@ -269,43 +269,3 @@ def _one_value(key: str, setting: Any, where: str) -> Any:
             "merge, no filter and no layer gradient"
         )
     return setting
-
-
-def find_store(models: Sequence[ModelReference]) -> tuple[store.Bases | None, tuple[int, ...]]:
-    """The store whose vectors the models are, None if no model is a vector, and their order in it.
-
-    Raises:
-        UserError: Only some are vectors, they are of several stores, or a basis is missing.
-    """
-    paths = [Path(model.model.path) for model in models]
-    vectors = [m.lora is None and store.is_basis(p) for m, p in zip(models, paths, strict=True)]
-    if not any(vectors):
-        return None, ()
-    if not all(vectors):
-        raise UserError(
-            f"model {models[vectors.index(False)]} is not a vector of a store, and "
-            f"{models[vectors.index(True)]} is one: list those of one store, or models only"
-        )
-    folders = [Path(os.path.realpath(path)) for path in paths]
-    place = folders[0].parent
-    if other := next((folder for folder in folders if folder.parent != place), None):
-        raise UserError(f"{folders[0]} and {other} are of two stores: list those of one")
-    bases = store.load(place)
-    names = [folder.name for folder in folders]
-    expected = bases.facts.store.folders[: bases.num_bases]
-    all_of_them = bases.keeps_tasks or len(names) == len(expected)
-    if not all_of_them or not set(names) <= set(expected):
-        what = "tasks" if bases.keeps_tasks else "all bases, and nothing else"
-        raise UserError(
-            f"the recipe lists {', '.join(names)} of {place}: list {what}, {', '.join(expected)}"
-        )
-    return bases, tuple(expected.index(name) for name in names)
-
-
-def refuse_bases(paths: Sequence[str], method: str) -> None:
-    """Raise UserError if a model is a vector of a store. Other methods would use it as a model."""
-    for path in filter(store.is_basis, paths):
-        raise UserError(
-            f"model {path} is a vector of a store, a difference from its base, and {method} takes "
-            "models: make them with `tvb export`"
-        )

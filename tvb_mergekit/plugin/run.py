@@ -28,10 +28,11 @@ from mergekit.options import MergeOptions
 from tvb_mergekit.core.settings import METHODS
 from tvb_mergekit.errors import UserError, check_names, one_line, refusing, unwinding
 from tvb_mergekit.plugin import replaced
-from tvb_mergekit.plugin.document import Document, check_unknown_keys, parse
+from tvb_mergekit.plugin.document import Document, check_unknown_keys, document_of, parse
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.planner import input_folders, planned
-from tvb_mergekit.plugin.recipe import Recipe, read_recipe, refuse_bases
+from tvb_mergekit.plugin.recipe import Recipe
+from tvb_mergekit.plugin.stores import refuse_stores
 from tvb_mergekit.progress import logging_above_bars
 from tvb_mergekit.store import report
 from tvb_mergekit.tensors import ranks
@@ -62,13 +63,11 @@ def run_merge(original: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         if merge_config.merge_method in METHODS:
             with refusing(planning=True):
-                text = config_source or merge_config.to_yaml()
-                document = Document(merge_config, read_recipe(merge_config), text)
+                document = document_of(merge_config, config_source or merge_config.to_yaml())
             merge(document, out_path, options)
             return
         with refusing():
-            models = [model.model.path for model in merge_config.referenced_models()]
-            refuse_bases(models, merge_config.merge_method)
+            refuse_stores(merge_config)
         original(merge_config, out_path, options, config_source)
 
     return replacement
@@ -112,7 +111,7 @@ def _check_documents(documents: list[Any], path: str, several: bool) -> None:
             check_unknown_keys(plain)
             config = MergeConfiguration.model_validate(plain)
             if several:
-                read_recipe(config)
+                document_of(config)
 
 
 def merge_recipe(document: Document, out: str, *, out_shard_size: str, **options: Any) -> None:
@@ -225,7 +224,7 @@ def _write_companions(plan: Plan, document: Document, folder: Path) -> None:
         values = json.loads(path.read_text(encoding="utf-8")) | {"tie_word_embeddings": False}
         path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if options.write_model_card:
-        card = generate_card(config=config, config_yaml=document.text, name=folder.name)
+        card = generate_card(config=document.given, config_yaml=document.text, name=folder.name)
         (folder / "README.md").write_text(card, encoding="utf-8")
         (folder / "mergekit_config.yml").write_text(document.text, encoding="utf-8")
     if tokenizer is not None:

@@ -32,10 +32,9 @@ from torch import Tensor
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.names import EXPERT
 from tvb_mergekit.tensors.adapter import Adapter
-from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.stream import Part
+from tvb_mergekit.tensors.stream import Part, Weights
 
-Source = Checkpoint | Adapter
+Source = Weights  # a Checkpoint, an Adapter, or a vector of a store
 
 
 @dataclass(frozen=True)

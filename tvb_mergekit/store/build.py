@@ -1,14 +1,12 @@
-"""A basis store of T models: the Gram matrix in one pass, the M bases in a second.
+"""A store of T models: the Gram matrix in one pass, the vectors in a second.
 
-The store is written in STORE.partial and renamed when it is complete. Each of several processes
-(see `ranks`) reads and writes its share.
-
-No write waits for the disk, because nothing is deleted. If a power cut damages a file, its checksum
-differs from that in basis.json.
+Each of several processes (see `ranks`) reads and writes its share. No write waits for the disk,
+because nothing is deleted.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -20,37 +18,52 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tvb_mergekit.atomic import check_interrupted, next_to
-from tvb_mergekit.core.basis import Basis, warnings
-from tvb_mergekit.core.gram import GramSums, check_copied
-from tvb_mergekit.errors import megabytes
-from tvb_mergekit.store import forms
-from tvb_mergekit.store.export import write_originals
-from tvb_mergekit.store.facts import Facts
-from tvb_mergekit.store.forms import check_kept, draws_of
-from tvb_mergekit.store.report import tensors_of
-from tvb_mergekit.store.store import Bases, dtype_name
-from tvb_mergekit.store.vectors import (
-    Vectors,
-    dense_vectors,
-    facts_of,
-    folders_of,
-    history_of,
-    in_memory,
-    numbers_of_bases,
-    write_vectors,
-)
-from tvb_mergekit.store.writer import StoreWriter, check_movable, lock
+from tvb_mergekit.core.basis import Basis, Linear, warnings
+from tvb_mergekit.core.encoders import EVEN, Gram
+from tvb_mergekit.core.gram import check_copied
+from tvb_mergekit.errors import UserError
+from tvb_mergekit.store.change import Change, changing, slugs
+from tvb_mergekit.store.codecs import CODECS, Writing, encode, fits_lossless
+from tvb_mergekit.store.facts import STORE_VERSION, Compression, Facts, StoreFacts, Vector
+from tvb_mergekit.store.originals import write_original
+from tvb_mergekit.store.report import LOSSES, facts, tensors_of
+from tvb_mergekit.store.store import AsModel, Bases, dtype_name
 from tvb_mergekit.tensors import ranks
+from tvb_mergekit.tensors.adapter import Adapter
+from tvb_mergekit.tensors.coding import MANTISSA
 from tvb_mergekit.tensors.matrices import check_matrices
 from tvb_mergekit.tensors.merging import encoded_by, sums_of
-from tvb_mergekit.tensors.output import check_new_folder
-from tvb_mergekit.tensors.stream import Engine
+from tvb_mergekit.tensors.output import check_disk, check_new_folder
+from tvb_mergekit.tensors.passes import combine_pass
+from tvb_mergekit.tensors.stream import Engine, StateDict, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
+from tvb_mergekit.tensors.writing import MemorySink
 
 LOG = logging.getLogger(__name__)
-
+LEAST_SHARE = 1e-6
+# Basis of a store -> the compression of `tvb add`. Bases of others cannot grow.
+COMPRESSED_BY: dict[str, Compression] = {
+    **dict.fromkeys(EVEN, "balanced"),
+    "ae": "ae",
+    "none": "ae",
+    "rand_select": "ae",
+}
 Warn = Callable[[str], object]
+
+
+def kept_share(lossless: bool, keep: float | None, dtype: object) -> float:
+    """The share of the entries that a store keeps as they are; 0: it is chosen for each model.
+
+    Raises:
+        UserError: no such share, or more than one choice.
+    """
+    if lossless + (keep is not None) + (dtype is not None) > 1:
+        raise UserError("choose one of --lossless, --keep and --dtype")
+    if keep is None:
+        return float(lossless)
+    if not LEAST_SHARE <= keep < 1:
+        raise UserError(f"--keep {keep:g}: expected a share from {LEAST_SHARE:g} to below 1")
+    return round(keep * 2**32) / 2**32
 
 
 def build_store(
@@ -58,81 +71,44 @@ def build_store(
     out: str | os.PathLike[str],
     engine: Engine = Engine(),
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     keep: float = 0,
+    budget: int | None = None,
+    compress: Compression | None = None,
     warn: Warn = LOG.warning,
 ) -> Bases:
-    """Write the bases of `inputs` as the store `out`.
+    """Write the task vectors, or the bases, of `inputs` as the store `out`.
 
     Args:
-        dtype: float32, bfloat16 or float16, of the stored bases.
-        keep: Store this share of the entries of each task vector instead, exact. With 1 these are
-            the models themselves, to the bit.
-        warn: Called with each doubt about a model, one line each.
+        dtype: float32, bfloat16 or float16, of dense vectors; None: as wide as the models, and task
+            vectors in the form that suits each model.
+        keep: the share of the entries of each task vector to keep exact; 1: all, to the bit.
+        budget: the most bases of later additions; by default their number.
+        compress: how later additions make room; by default as the basis is built.
+        warn: called with each doubt about a model, one line each.
 
     Raises:
         UserError: The inputs are bad, `out` exists, or the disk is full.
     """
-    dtype_name(dtype)
-    world, out = ranks.world(), Path(os.path.realpath(out))
-    world.first(lambda: check_interrupted(out))
-    check_movable(out)
-    if keep:
-        check_kept(inputs, keep)
+    world = ranks.world()
+    world.agree([item.name for item in inputs.items])
     with ExitStack() as stack:
+        change: Change | None = None
         if world.leads:
-            stack.callback(lock(out).release)
-        world.agree([item.name for item in inputs.items])
-        given = [name for name in inputs.fingerprints if os.path.exists(name)]
-        world.led(lambda: check_new_folder(out, given))
-        writer = StoreWriter(out, next_to(out, "partial"))
-        if world.leads:
-            stack.callback(writer.discard)
-        world.led(writer.begin)
-        started = time.perf_counter()
-        sums = sums_of(inputs, engine)
-        summed = time.perf_counter()
-        basis = _basis(inputs, sums, warn)
-        encoded = time.perf_counter()
-        partial, folders = writer.folder, folders_of(basis)
-        items = [replace(item, out=dtype) for item in inputs.items]
-        draws = draws_of(inputs, keep) if keep else []
-        if draws:
-            folders = forms.slugs(inputs.tasks, forms.RESERVED)
-        stored = len(folders) * sum(item.numel * item.out.itemsize for item in items)
-        if stored > inputs.model_bytes and not draws:
-            more = megabytes(stored - inputs.model_bytes)
-            warn(f"the store will take {more} more than the models: take fewer bases or a narrower "
-                 "--dtype")  # fmt: skip
-        files, measured = write_vectors(
-            partial,
-            folders,
-            items,
-            encoder_matrix(basis),
-            inputs.folder,
-            engine,
-            draws=draws,
-        )
-        basis.seconds = {
-            "gram": summed - started,
-            "encode": encoded - summed,
-            "write": time.perf_counter() - encoded,
-        }
-        if not draws:
-            vectors = dense_vectors(inputs, basis, dtype, files)
-        else:
-            numbers = _numbers(inputs, basis, measured, keep)
-            if keep == 1:
-                own = dtype_name(inputs.own_dtype)
-                vectors = Vectors(numbers, folders, files, own, "lossless")
-            else:
-                vectors = Vectors(numbers, folders, files, "float32", "sampled", keep)
+            check_new_folder(out, [name for name in inputs.fingerprints if os.path.exists(name)])
+            change = stack.enter_context(changing(out, new=True))
+            if change.facts is not None:  # built by another process in the meantime
+                raise UserError(f"{out} is a store already; name another folder")
+        started, vectors = time.perf_counter(), planned_vectors(inputs, dtype, keep)
+        basis = encoded(inputs, engine, warn)
+        made, errors = written(change, inputs, vectors, matrix_of(basis), engine)
+        basis.seconds["build"] = time.perf_counter() - started
         world.dismiss()
-        if keep == 1:
-            rest = write_originals(partial, folders, inputs, engine)
-            vectors = replace(vectors, files={**files, **rest})
         inputs.check_unchanged()
-        return writer.commit(vectors, history_of(inputs, basis))
+        assert change is not None
+        facts = store_facts(inputs, basis, made, errors)
+        facts = facts.but(budget=budget or facts.budget, compress=compress or facts.compress)
+        return change.commit(facts, numbers(basis))
 
 
 def build_in_memory(
@@ -143,15 +119,21 @@ def build_in_memory(
     warn: Warn = LOG.warning,
 ) -> Bases:
     """Build the bases of `inputs` as state dicts."""
-    dtype_name(dtype)
-    basis = _basis(inputs, sums_of(inputs, engine), warn)
+    basis, vectors = encoded(inputs, engine, warn), planned_vectors(inputs, dtype, 0)
+    sources = in_memory(inputs, matrix_of(basis), dtype, engine)
+    return Bases(store_facts(inputs, basis, vectors, []), numbers(basis), sources)
+
+
+def in_memory(inputs: TaskSet, matrix: Tensor, dtype: torch.dtype, engine: Engine) -> list[Weights]:
+    """The combinations `matrix` [T, K] of the inputs as state dicts."""
     items = [replace(item, out=dtype) for item in inputs.items]
-    vectors, history = dense_vectors(inputs, basis, dtype), history_of(inputs, basis)
-    return in_memory(vectors, history, items, encoder_matrix(basis), engine)
+    sink, step = MemorySink(items, matrix.shape[1]), Linear.of(matrix)
+    combine_pass(items, dict.fromkeys((i.name for i in items), step), sink, engine, title="Bases")
+    return [StateDict(state) for state in sink.states]
 
 
 def inspect_inputs(inputs: TaskSet, engine: Engine = Engine()) -> tuple[Facts, dict[str, Tensor]]:
-    """basis.json and basis.safetensors of a build in float32, without building.
+    """The facts and numbers of a build, without building.
 
     Raises:
         UserError: NaN or infinity, also in a tensor of the base that a merge copies.
@@ -162,33 +144,167 @@ def inspect_inputs(inputs: TaskSet, engine: Engine = Engine()) -> tuple[Facts, d
         if name not in taking_part and name not in inputs.tied and info.dtype.is_floating_point:
             check_copied(name, base.tensor(name), settings.excludes(name))
     check_matrices(settings, inputs.items)
-    basis = _basis(inputs, sums_of(inputs, engine), LOG.warning)
-    vectors = dense_vectors(inputs, basis, torch.float32)
-    tensors = {**vectors.tensors, **tensors_of(basis)}
-    return facts_of(vectors, history_of(inputs, basis)).of_merge(), tensors
+    basis = encoded(inputs, engine, LOG.warning)
+    return facts(inputs, basis, {}).but(errors=errors_of(basis)), tensors_of(basis)
 
 
-def _basis(inputs: TaskSet, sums: GramSums, warn: Warn) -> Basis:
-    basis = encoded_by(inputs, sums)
+def encoded(inputs: TaskSet, engine: Engine, warn: Warn) -> Basis:
+    """The basis of the inputs, by G; with warnings about doubtful models."""
+    basis = encoded_by(inputs, sums_of(inputs, engine))
     for line in warnings(basis, dict(zip(inputs.tasks, inputs.models, strict=True))):
         warn(line)
     return basis
 
 
-def encoder_matrix(basis: Basis) -> Tensor:
-    """The factors of the task vectors in each basis, [T, M]; [T, M + 1] with PCA's mean."""
+def matrix_of(basis: Basis) -> Tensor:
+    """The factors of the models' differences in the vectors, [T, N].
+
+    Task vectors are stored without their weights; PCA's mean is the last vector.
+    """
+    if basis.settings.basis == "none":
+        return torch.eye(len(basis.tasks), dtype=torch.float64)
     if basis.settings.basis != "pca":
         return basis.weighted_encoder
     mean = torch.tensor(basis.weights, dtype=torch.float64)[:, None] / len(basis.tasks)
     return torch.cat([basis.weighted_encoder, mean], dim=1)
 
 
-def _numbers(
-    inputs: TaskSet, basis: Basis, measured: Sequence[Sequence[float]], share: float
-) -> dict[str, Tensor]:
-    """`basis.safetensors` of kept task vectors; `gram_bases` is of the models themselves."""
-    if share == 1:
-        none = torch.zeros(len(basis.tasks), dtype=torch.float64)
-        return numbers_of_bases(inputs, basis, none)
-    own = forms.measured_tensors(measured, basis.weights)
-    return numbers_of_bases(inputs, basis, forms.lost(own)) | own
+def planned_vectors(inputs: TaskSet, dtype: torch.dtype | None, keep: float) -> list[Vector]:
+    """The names and forms of the vectors; see `build_store`."""
+    settings = inputs.settings
+    if settings.basis == "none":
+        return [planned_task(inputs, k, dtype, keep) for k in range(len(inputs.tasks))]
+    if keep:
+        raise UserError(
+            "--lossless and --keep keep all tasks: leave out the keys of a basis, or the option"
+        )
+    own = dtype_name(dtype or inputs.own_dtype)
+    mean = [Vector(name="mean", dtype=own, mean=True)] if settings.basis == "pca" else []
+    count = settings.bases_of(len(inputs.tasks))
+    return [*(Vector(name=f"B{m}", dtype=own) for m in range(count)), *mean]
+
+
+def planned_task(inputs: TaskSet, number: int, dtype: torch.dtype | None, keep: float) -> Vector:
+    """The form of one task vector; see `build_store`."""
+    name, source = inputs.tasks[number], inputs.sources[number] if inputs.sources else None
+    adapts, stored = isinstance(source, Adapter), isinstance(source, AsModel)
+    if keep:
+        deltas = any(item.inputs[number].holds == "delta" for item in inputs.items)
+        if adapts or deltas or (stored and keep == 1):  # whose files are not there
+            raise UserError(
+                f"--lossless and --keep keep entries of models, and that of task `{name}` is an "
+                "adapter or a vector of a store: leave the option out, or list a model"
+            )
+        if keep < 1:
+            return Vector(name=name, codec="sampled", share=keep)
+        if not fits_lossless(inputs.items, number):
+            raise UserError(
+                f"--lossless needs a base and models in bfloat16, or all in float16, and the model "
+                f"of task `{name}` is not: save all in bfloat16, or build with --keep 0.25"
+            )
+    if keep == 1 or (
+        dtype is None and not (adapts or stored) and fits_lossless(inputs.items, number)
+    ):
+        dtypes = [item.inputs[number].dtype for item in inputs.items]
+        widest = functools.reduce(torch.promote_types, dtypes)
+        own = dtype_name(widest) if widest in MANTISSA else "float32"
+        return Vector(name=name, codec="lossless", dtype=own)
+    if dtype is None and isinstance(source, Adapter) and source.under is source.base:
+        return Vector(name=name, codec="adapter")
+    return Vector(name=name, dtype=dtype_name(dtype or torch.float32))
+
+
+def written(
+    change: Change | None,
+    inputs: TaskSet,
+    vectors: Sequence[Vector],
+    matrix: Tensor,
+    engine: Engine,
+    taken: Sequence[str] = (),
+) -> tuple[list[Vector], list[float]]:
+    """Write vectors with the files that a model has beside its vector.
+
+    Args:
+        change: in the leading process.
+        taken: the slugs of vectors that are there.
+
+    Returns:
+        Their records, and the relative error of each.
+    """
+    world, names = ranks.world(), slugs([vector.name for vector in vectors], taken)
+
+    def begin() -> tuple[str, list[str]]:
+        assert change is not None
+        need = sum(CODECS[v.codec].bytes(i, v.share) for v in vectors for i in inputs.items)
+        check_disk(str(change.store), int(need))
+        return str(change.store), [change.place("vectors", name) for name in names]
+
+    store, places = world.led(begin)
+    dtypes = {vector.dtype for vector in vectors if vector.codec == "dense"}
+    out = getattr(torch, dtypes.pop()) if dtypes else torch.float32
+    items = [replace(item, out=out) for item in inputs.items]
+    job = Writing(
+        Path(store), places, vectors, items, matrix, inputs.sources, inputs.settings.seed, engine
+    )
+    made, squares = encode(job)
+    if world.leads:
+        assert change is not None
+        for k, (vector, name) in enumerate(zip(made, names, strict=True)):
+            if vector.codec == "lossless":
+                number = int(matrix[:, k].nonzero()[0])
+                place = change.place("files", name)
+                kept = write_original(change.store, place, inputs, number, engine)
+                made[k] = vector.but(files=kept)
+    return made, squares
+
+
+def numbers(basis: Basis) -> dict[str, Tensor]:
+    """The float64 tensors of a new store."""
+    made = {"encoder": basis.encoding.encoder, "decoder": basis.encoding.decoder}
+    return {**made, "gram": basis.sums.gram}
+
+
+def errors_of(basis: Basis) -> dict[str, float | None]:
+    """Task -> ||tau_hat - tau|| / ||tau||, from G."""
+    lost = Gram.of(basis.sums.gram).errors(basis.encoding.reconstruction.numpy())
+    norms = basis.sums.gram.diagonal().sqrt().numpy()
+    return dict(zip(basis.tasks, (lost / norms).tolist(), strict=True))
+
+
+def store_facts(
+    inputs: TaskSet, basis: Basis, vectors: Sequence[Vector], squares: Sequence[float]
+) -> StoreFacts:
+    """`store.json` of a new store.
+
+    Args:
+        squares: the squared norm of what each task vector loses in its code.
+    """
+    merged, kind, count = facts(inputs, basis, {}), basis.settings.basis, basis.encoding.num_bases
+    errors, made = errors_of(basis), dict(merged)
+    if kind == "none":
+        norms = basis.sums.scaled([1 / w for w in basis.weights]).gram.diagonal().sqrt().tolist()
+        lost = [square**0.5 / norm for square, norm in zip(squares, norms, strict=False)]
+        errors = dict(zip(basis.tasks, lost or [0.0] * count, strict=True))
+    if any(part.share < 1 for item in inputs.items for part in item.inputs):
+        errors = dict.fromkeys(basis.tasks)  # of the models: not known over samples
+        made |= dict.fromkeys(LOSSES)
+    made |= {
+        "format_version": STORE_VERSION,
+        "parameters": {**merged.parameters, **inputs.varying},
+        "errors": errors,
+        "budget": None if kind == "none" else count,
+        "compress": COMPRESSED_BY.get(kind),
+        "basis_weights": [len(inputs.tasks) / count] * count if kind in (*EVEN, "none") else None,
+        "base_fingerprint": inputs.prints[0],
+        "base_path": local_path(inputs.base_model),
+        "tensors": [item.name for item in inputs.items],
+        "twins": dict(inputs.tied),
+        "model_bytes": inputs.model_bytes,
+        "vectors": list(vectors),
+    }
+    return StoreFacts.model_validate(made)
+
+
+def local_path(model: str) -> str | None:
+    """The absolute path of a model on this disk; None for other models."""
+    return os.path.abspath(model) if os.path.exists(model) else None

@@ -1,102 +1,93 @@
-"""`basis.json`, the facts of a merge or a store: its schema, reading and writing.
+"""`basis.json`, the facts of a merge, and `store.json`, those of a store: schema, reading, writing.
 
-`basis.safetensors` holds every number that later work computes with. `basis.json` repeats them for
-people, and names the models and files. Its `checksum` covers all keys except FREE, which a user may
-edit because no result depends on them. `docs/files.md` explains each key.
+Each has a `checksum` over all its keys. `docs/files.md` explains each key.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
-import safetensors
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field
-from safetensors.torch import load_file
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from safetensors.torch import load_file, save
 from torch import Tensor
 
-from tvb_mergekit.atomic import REPORT
+from tvb_mergekit.atomic import write_file
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.writing import file_record
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-FACTS, TENSORS = REPORT
-FOLDER = "basis"  # of both in a merged model: beside its weights, some programs would load them
-FORMAT_VERSION, STORE_VERSION = 1, 2  # of `basis.json` of a merge, and of a store
+STORE = "store.json"
+FOLDER = "basis"  # in a merged model: beside its weights, some programs would load the numbers
+FACTS, TENSORS = "basis.json", "basis.safetensors"
+MERGE_VERSION, STORE_VERSION = 1, 3
 CHECKSUM = "checksum"
-# Paths of models, which the base's fingerprint guards, and seconds of work.
-FREE = ("base_model", "models", "base_path", "base_beside", "seconds")
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
-Codec = Literal["dense", "lossless", "sampled"]
-EXACT = ("lossless", "sampled")  # hold entries of all models, without the weights of the tasks
+Codec = Literal["dense", "lossless", "sampled", "adapter"]
 Compression = Literal["ae", "balanced"]
 Count = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+# The only files of a store: nothing else is read, and nothing else is ever deleted.
+_OWN = re.compile(r"numbers-\d+\.safetensors|vectors/[^/\\:]+\.safetensors|files/[^/\\:]+/[^/\\:]+")
 
 
-class Record(BaseModel, Mapping[str, Any]):
-    """A JSON object, as attributes and as a mapping. Keys of a later version are let through."""
+def _inside(place: str) -> str:
+    own = _OWN.fullmatch(place) and place.isprintable()  # no NUL, no half of a surrogate pair
+    if not own or {".", ".."} & {*place.split("/")}:
+        raise ValueError(f"{place!r} is not a place of a file in a store")
+    return place
 
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
-    def __getitem__(self, key: str) -> Any:
-        if key not in self.model_fields_set:
-            raise KeyError(key)
-        return getattr(self, key)
+class Record(BaseModel):
+    """A JSON object, as attributes. Keys of a later version are dropped."""
 
-    def __iter__(self) -> Iterator[str]:  # type: ignore[override]
-        known = (key for key in type(self).model_fields if key in self.model_fields_set)
-        yield from (*known, *(self.model_extra or ()))
-
-    def __len__(self) -> int:
-        return len(self.model_fields_set)
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
     def but(self, **changes: Any) -> Self:
         """A copy with other values, which are checked."""
-        return self.model_validate({**self, **changes})
+        return self.model_validate({**dict(self), **changes})
 
 
-class FileRecord(Record):
-    """Size and checksum of a file."""
+class StoredFile(Record):
+    """Place below the store, size and checksum of a file."""
 
+    file: Annotated[str, AfterValidator(_inside)]
     bytes: Count
     xxh3_128: str
 
 
-class StoreRecord(Record):
-    """The key `store`: the vectors of a store, its files and its base."""
+class Vector(Record):
+    """One vector of a store: its name (a task, or B0, B1 ...), form and files.
 
-    codec: Codec
-    dtype: DtypeName
-    folders: list[str]
-    budget: int | None
-    compress: Compression | None
-    basis_weights: list[Finite] | None
-    base_fingerprint: str
-    base_path: str | None = None
-    twins: dict[str, str]
-    model_bytes: Count
-    added: Count
-    files: dict[str, FileRecord]
-    base_beside: str | None = None
-    previous: str | None = None
+    `dtype` is that of the decoded numbers, `share` that of the kept entries of a sample. A `mean`
+    is part of each reconstruction, and of no merge. In memory a vector has no file.
+    """
 
-    def within(self, folders: Sequence[str]) -> dict[str, FileRecord]:
-        """The files, without those in other folders."""
-        return {n: of for n, of in self.files.items() if n.partition("/")[0] in (n, *folders)}
+    name: str
+    codec: Codec = "dense"
+    dtype: DtypeName = "float32"
+    weights: StoredFile | None = None
+    files: list[StoredFile] = []
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    mean: bool = False
+
+    @property
+    def held(self) -> list[StoredFile]:
+        return [*([self.weights] if self.weights else []), *self.files]
 
 
 class Facts(Record):
     """All of a merge's `basis.json`. Keys with a default may be missing."""
 
-    format_version: Annotated[int, Field(ge=1)]
+    format_version: int
     versions: dict[str, str | None]
     method: str
     parameters: dict[str, Any]
@@ -108,22 +99,14 @@ class Facts(Record):
     dtype: str | None
     loss: Finite | None
     spectral_bound: Finite | None
-    balanced_bound: Finite | None
-    relative_gap: Finite | None
     retained_energy: Finite | None
     norms: dict[str, Finite]
     matrix_norms: dict[str, Finite] = {}
     left_out: dict[str, str]
     fingerprints: dict[str, str]
-    bits: Finite | None = None
-    bytes: Count | None = None
-    density: Finite | None = None
-    relative_error: dict[str, Finite] = {}
     seconds: dict[str, Finite]
-    store: StoreRecord | None = None
     errors: dict[str, Finite | None] = {}  # null where unknown
     from_store: str | None = None
-    checksum: str | None = None
 
     @pydantic.model_validator(mode="after")
     def _one_model_for_each_task(self) -> Self:
@@ -133,160 +116,168 @@ class Facts(Record):
 
 
 class StoreFacts(Facts):
-    """All of a store's `basis.json`."""
+    """All of a store's `store.json`."""
 
-    store: StoreRecord
+    base_fingerprint: str
+    base_path: str | None = None
+    base_beside: str | None = None
+    tensors: list[str]
+    twins: dict[str, str]
+    model_bytes: Count
+    budget: int | None = None
+    compress: Compression | None = None
+    basis_weights: list[Finite] | None = None
+    vectors: Annotated[list[Vector], Field(min_length=1)]
+    numbers: StoredFile | None = None
+    previous: StoreFacts | None = None
 
     @property
-    def keeps_tasks(self) -> bool:
-        """Whether each vector is a task vector, in a folder of the task's name."""
-        return self.store.codec in EXACT
+    def whole(self) -> bool:
+        """Whether the vectors are the task vectors: encoder and decoder are the identity."""
+        return self.parameters.get("basis") == "none"
 
-    def of_merge(self) -> Facts:
-        """The facts without those that a store alone has."""
-        kept = {key: self[key] for key in self if key != "store"}
-        return Facts.model_validate({**kept, "format_version": FORMAT_VERSION})
+    @property
+    def held(self) -> dict[str, StoredFile]:
+        """Every file of this state, by its place."""
+        files = [
+            *([self.numbers] if self.numbers else []),
+            *(f for v in self.vectors for f in v.held),
+        ]
+        return {each.file: each for each in files}
 
     @pydantic.model_validator(mode="after")
-    def _errors_of_each_task(self) -> Self:
-        if set(self.errors) != set(self.tasks):
-            raise ValueError("`errors` does not name the tasks of `tasks`")
+    def _complete(self) -> Self:
+        names = [vector.name for vector in self.vectors]
+        means = [vector.mean for vector in self.vectors]
+        if set(self.errors) != set(self.tasks) or not set(self.tasks) <= set(self.norms):
+            raise ValueError("`errors` and `norms` do not name the tasks of `tasks`")
+        if means.count(False) != self.num_bases or True in means[:-1] or len({*names}) < len(names):
+            raise ValueError(f"`vectors` does not name {self.num_bases} bases")
+        if self.whole and names != self.tasks:
+            raise ValueError("`vectors` does not name the tasks of `tasks`")
+        weights = self.parameters.get("weights")
+        weights = weights if isinstance(weights, dict) else {}
+        if not all(weights.get(task) for task in self.tasks):  # exports divide by them
+            raise ValueError("`parameters.weights` does not give each task a weight")
+        if not {"base", *self.tasks} <= set(self.matrix_norms) or "base" not in self.norms:
+            raise ValueError("`norms` and `matrix_norms` do not name the base and all tasks")
+        if any(v.codec == "lossless" and v.weights and not v.files for v in self.vectors):
+            raise ValueError("`files` of a lossless vector is empty")
         return self
 
 
-def checksum(facts: Mapping[str, Any]) -> str:
-    """xxh3_128 of JSON with sorted keys, without blanks, in ASCII, and without FREE."""
-
-    def covered(part: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: part[key] for key in part if key not in (CHECKSUM, *FREE)}
-
-    plain = covered(facts)
-    if isinstance(plain.get("store"), dict):
-        plain["store"] = covered(plain["store"])
-    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
-    return xxhash.xxh3_128(text.encode("ascii")).hexdigest()
-
-
-def write_facts(folder: Path, facts: Facts) -> None:
-    """Write `basis.json` into a folder, with its checksum."""
-    plain = facts.model_dump(mode="json", exclude_unset=True, exclude={CHECKSUM})
-    text = json.dumps({**plain, CHECKSUM: checksum(plain)}, indent=2, allow_nan=False)
-    (folder / FACTS).write_text(text + "\n", encoding="utf-8")
+def write_facts(file: Path, facts: Facts) -> None:
+    """Write `basis.json` or `store.json`, with its checksum, in the place of an earlier one."""
+    plain = facts.model_dump(mode="json")
+    text = json.dumps({**plain, CHECKSUM: _checksum(plain)}, indent=2, allow_nan=False)
+    write_file(file, f"{text}\n".encode())
 
 
 def read_facts(file: Path) -> Facts:
-    """The facts in a `basis.json`: `StoreFacts` if it is a store's.
+    """The facts in a `basis.json`, or `StoreFacts` in a `store.json`.
 
     Raises:
-        UserError: no JSON, another checksum, a newer format, or a key that is missing or wrong.
+        UserError: no JSON, another checksum or version, or a key that is missing or wrong.
     """
-    remedy = "restore it from a copy, or build it again"
+    schema, version = (StoreFacts, STORE_VERSION) if file.name == STORE else (Facts, MERGE_VERSION)
     try:
         found = json.loads(file.read_bytes().decode("utf-8"), parse_constant=_no_number)
         if not isinstance(found, dict):
             raise ValueError(f"expected an object, found {type(found).__name__}")
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} cannot be read ({error}); {remedy}") from error
-    number = found.get("format_version")
-    known = STORE_VERSION if "store" in found else FORMAT_VERSION
-    if isinstance(number, int) and number != known:
-        mend = (
-            "upgrade it: pip install -U tvb-mergekit"
-            if number > known
-            else "build the store again from its models"
-        )
-        raise UserError(
-            f"{file}: format version {number}, this tvb-mergekit reads version {known}; {mend}"
-        )
-    if CHECKSUM in found and found[CHECKSUM] != checksum(found):
-        raise UserError(f"{file} was changed after it was written (its checksum differs); {remedy}")
-    try:
-        return (StoreFacts if "store" in found else Facts).model_validate(found)
+        if (number := found.get("format_version")) != version:
+            mend = "upgrade tvb-mergekit, or build it again"
+            raise UserError(f"{file}: format version {number}, expected {version}; {mend}")
+        if found.pop(CHECKSUM, None) != _checksum(found):
+            raise ValueError("its checksum differs: the file was changed")
+        return schema.model_validate(found)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or "it"
-        raise UserError(f"{file} is not complete: `{place}`: {first['msg']}; {remedy}") from error
-
-
-def read_output(folder: Path) -> tuple[Facts, dict[str, Tensor]]:
-    """basis.json and basis.safetensors in a folder. Raise UserError if one is damaged."""
-    try:
-        return read_facts(folder / FACTS), load_file(folder / TENSORS)
-    except safetensors.SafetensorError as error:
-        raise UserError(f"{folder / TENSORS}: cannot be read ({error})") from error
-
-
-def is_output(path: Path) -> bool:
-    """Whether a folder is a merged model with our report."""
-    return (path / FOLDER / FACTS).is_file()
-
-
-def record_of(path: Path) -> FileRecord:
-    """Size and checksum of a file as it is."""
-    return FileRecord.model_validate(file_record(path))
-
-
-def weight_bytes(files: Mapping[str, FileRecord], folder: str = "") -> int:
-    """Bytes of the weights among the files of a store, or of one of its folders."""
-    weights = (name for name in files if name.endswith(".safetensors") and name.startswith(folder))
-    return sum(files[name].bytes for name in weights)
-
-
-def check_files(
-    folder: Path,
-    files: Mapping[str, FileRecord],
-    named_in: str,
-    remedy: str,
-    checksums: bool = False,
-) -> None:
-    """Raise UserError if a recorded file is missing, or of another size or checksum.
-
-    Args:
-        files: the records of the files.
-        named_in: the file with the records, for messages.
-        remedy: what to do, for messages.
-        checksums: compare them, too.
-    """
-    for name, record in files.items():
-        path = folder / name
-        if not path.is_file():
-            raise UserError(f"{path}: missing, and {named_in} names it; {remedy}")
-        if (size := path.stat().st_size) != record.bytes:
-            raise UserError(
-                f"{path}: {size:,} bytes, {named_in} says {record.bytes:,}: the file was changed; "
-                f"{remedy}"
-            )
-    for name, record in files.items() if checksums else ():
-        if record_of(folder / name).xxh3_128 != record.xxh3_128:
-            raise UserError(
-                f"{folder / name}: its checksum is not the one in {named_in}: the file was "
-                f"changed; {remedy}"
-            )
-
-
-def check_shapes(file: Path | str, tasks: int, bases: int, tensors: Mapping[str, Tensor]) -> None:
-    """Raise UserError where a tensor of `basis.safetensors` has no shape for T tasks, M bases."""
-    shapes = {
-        "gram": (tasks, tasks),
-        "eigenvalues": (tasks,),
-        "encoder": (tasks, bases),
-        "decoder": (bases, tasks),
-        "reconstruction": (tasks, tasks),
-        "gram_bases": (bases, bases),
-        "basis_weights": (bases,),
-        "weights": (tasks,),
-        "norms": (tasks,),
-        "matrix_norms": (tasks,),
-        "errors": (tasks,),
-    }
-    for name, tensor in tensors.items():
-        found = tuple(tensor.shape)
-        if found != shapes.get(name, found):
-            raise UserError(
-                f"{file} does not belong to {FACTS}: `{name}` has shape {found}, expected "
-                f"{shapes[name]}"
-            )
+        why = f"`{'.'.join(map(str, first['loc'])) or 'it'}`: {first['msg']}"
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
+        why = str(error)
+    raise UserError(f"{file} cannot be read ({why}); restore it from a copy, or build it again")
 
 
 def _no_number(text: str) -> float:
     raise ValueError(f"{text} is not a number in JSON")
+
+
+def _checksum(facts: Mapping[str, Any]) -> str:
+    """xxh3_128 of JSON with sorted keys, without blanks, in ASCII."""
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128(text.encode("ascii")).hexdigest()
+
+
+def read_output(folder: Path) -> tuple[Facts, dict[str, Tensor]]:
+    """The facts and numbers in the report of a merged model. Raise UserError if it is damaged."""
+    facts = read_facts(folder / FACTS)
+    return facts, read_numbers(folder / TENSORS, len(facts.tasks), facts.num_bases)
+
+
+def write_numbers(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write float64 tensors to a new safetensors file."""
+    plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    # One metadata entry: safetensors writes several in an order that changes from run to run. And
+    # not `save_file`, whose files only their owner may read.
+    file.write_bytes(save(plain, metadata={"format": "pt"}))
+
+
+def read_numbers(file: Path, tasks: int, bases: int) -> dict[str, Tensor]:
+    """The tensors of a file, of T tasks and M bases.
+
+    Raises:
+        UserError: the file is damaged, or a tensor is of another shape, or not finite.
+    """
+    shapes = {"encoder": (tasks, bases), "decoder": (bases, tasks), "eigenvalues": (tasks,)}
+    try:
+        tensors = load_file(file)
+    except Exception as error:  # safetensors raises several kinds
+        raise UserError(f"{file}: cannot be read ({error}); restore it from a copy") from error
+    for name, tensor in tensors.items():
+        wanted = shapes.get(name, (tasks, tasks))
+        if tuple(tensor.shape) != wanted or not tensor.isfinite().all():
+            found = f"`{name}` has shape {list(tensor.shape)}, or holds NaN or infinity"
+            raise UserError(f"{file}: {found}; expected finite numbers of shape {list(wanted)}")
+    return tensors
+
+
+def record_of(store: Path, place: str) -> StoredFile:
+    """Size and checksum of a file of a store as it is."""
+    return StoredFile.model_validate({"file": place, **file_record(store / place)})
+
+
+def check_files(store: Path, files: Iterable[StoredFile], checksums: bool = False) -> None:
+    """Raise UserError if a file is missing, outside the store, or of another size or checksum."""
+    remedy = "restore it from a copy, take the task out (`tvb remove`), or build the store again"
+    inside = store.resolve()
+    for each in files:
+        path = store / each.file
+        if not path.resolve().is_relative_to(inside):
+            raise UserError(f"{path}: a link out of the store; {remedy}")
+        if not path.is_file():
+            raise UserError(f"{path}: missing, and {STORE} names it; {remedy}")
+        if (size := path.stat().st_size) != each.bytes:
+            raise UserError(f"{path}: {size:,} bytes, {STORE} says {each.bytes:,}; {remedy}")
+        if checksums and record_of(store, each.file) != each:
+            raise UserError(f"{path}: its checksum is not the one in {STORE}; {remedy}")
+
+
+def unnamed_files(store: Path, facts: StoreFacts) -> list[Path]:
+    """Files that only an interrupted change can have left: no state of the store names them."""
+    named = facts.held.keys() | (facts.previous.held.keys() if facts.previous else set())
+    found = (path.relative_to(store).as_posix() for path in store.rglob("*") if path.is_file())
+    return [
+        store / place for place in sorted(found) if _OWN.fullmatch(place) and place not in named
+    ]
+
+
+def of_files(files: Iterable[StoredFile]) -> int:
+    """Bytes of files."""
+    return sum(each.bytes for each in files)
+
+
+def subset(of: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The entries of some names."""
+    return {name: of[name] for name in names if name in of}

@@ -10,7 +10,6 @@ from typing import Any
 from tvb_mergekit.core.encoders import EVEN
 from tvb_mergekit.core.settings import GLOBAL_KEYS, MATRIX_METHODS, VARYING_KEYS
 from tvb_mergekit.store.facts import StoreFacts
-from tvb_mergekit.store.forms import slugs
 
 ALL_TASKS = {  # name of a merge of all tasks -> method
     "add": "basis_ta",
@@ -20,17 +19,21 @@ ALL_TASKS = {  # name of a merge of all tasks -> method
     "wudi": "basis_wudi",
 }
 ALPHA = 1.0  # forgets all of the reconstructed task vector; less forgets less
+KEPT = ("merge_func", "common", "flow_time", "matrices", "transposed")
 
 
 def with_paths(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe with paths as mappings if mergekit would split their text, at `+` or `@`."""
 
     def model(name: object) -> object:
-        path = isinstance(name, str) and re.search("[+@]", name) and os.path.exists(name)
-        return {"model": {"path": name}} if path else name
+        return _path(name) if isinstance(name, str) and os.path.exists(name) else name
 
     models = [{**entry, "model": model(entry["model"])} for entry in recipe["models"]]
     return {**recipe, "base_model": model(recipe["base_model"]), "models": models}
+
+
+def _path(text: str) -> str | dict[str, Any]:
+    return {"model": {"path": text}} if re.search("[+@]", text) else text
 
 
 def times(setting: Any, factor: float) -> Any:
@@ -45,23 +48,23 @@ def times(setting: Any, factor: float) -> Any:
 def templates(facts: StoreFacts, store: str, base: str) -> dict[str, dict[str, Any]]:
     """Name -> recipe; `store` and `base` are their paths in it."""
     every = {name: _recipe(method, facts, store, base) for name, method in ALL_TASKS.items()}
-    for task, name in zip(facts.tasks, slugs(facts.tasks), strict=True):
-        every[f"forget-{name}"] = _recipe("basis_negate", facts, store, base, task)
+    for task in facts.tasks:
+        every[f"forget-{task}"] = _recipe("basis_negate", facts, store, base, task)
     return every
 
 
 def _recipe(
     method: str, facts: StoreFacts, store: str, base: str, forget: str | None = None
 ) -> dict[str, Any]:
-    parameters, vectors = _parameters(method, facts), facts.store.folders[: facts.num_bases]
+    parameters, models = _parameters(method, facts), [{"model": _path(store)}]
     if forget is not None:
         parameters["forget"] = forget
-        if facts.keeps_tasks and not parameters["lambda"]:  # the other vectors are not needed
-            vectors = [vectors[facts.tasks.index(forget)]]
+        if facts.whole and not parameters["lambda"]:  # the other vectors are not needed
+            models = [{"model": _path(f"{store}/{forget}")}]
     recipe = {
         "merge_method": method,
         "base_model": base,
-        "models": [{"model": f"{store}/{name}"} for name in vectors],
+        "models": models,
         "parameters": parameters,
     }
     return {**recipe, "dtype": facts.dtype} if facts.dtype else recipe
@@ -79,13 +82,10 @@ def _parameters(method: str, facts: StoreFacts) -> dict[str, Any]:
             default = spec.default_for(method)
             value = built.get(key, default) if shared else default
             parameters[key] = ALPHA if value is None else value
-    if facts.keeps_tasks:
+    if facts.whole:
         parameters["basis"] = "none"
     parameters["lambda_scale"] = built["lambda_scale"]
     if method in MATRIX_METHODS and not same and built["basis"] in EVEN:
         parameters["lambda_scale"] = "tasks"  # so that lambda 1 counts all task vectors
-    kept = ("merge_func", "common", "flow_time", "matrices", "transposed")
-    for key in kept:
-        if built.get(key) is not None and method in GLOBAL_KEYS[key].methods:
-            parameters[key] = built[key]
-    return parameters
+    kept = [key for key in KEPT if method in GLOBAL_KEYS[key].methods]
+    return {**parameters, **{key: built[key] for key in kept if built.get(key) is not None}}

@@ -1,4 +1,4 @@
-"""Reports of a merge or a store: facts and tensors, the model card, the summary of a merge.
+"""Reports of merges: facts and numbers, the model card, the summary on the terminal.
 
 `docs/files.md` describes both files.
 """
@@ -13,11 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
-from safetensors.torch import save
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, StoredBases
@@ -26,19 +23,17 @@ from tvb_mergekit.errors import counted
 from tvb_mergekit.store.facts import (
     FACTS,
     FOLDER,
-    FORMAT_VERSION,
+    MERGE_VERSION,
     TENSORS,
     Facts,
     StoreFacts,
     write_facts,
+    write_numbers,
 )
-from tvb_mergekit.store.store import shares
 from tvb_mergekit.tables import Sheet, matrix, show
 from tvb_mergekit.tensors.taskset import TaskSet
 
-# The tensors of a merge's basis.safetensors; a store's has more.
-MERGED = ("gram", "eigenvalues", "encoder", "decoder", "reconstruction", "gram_bases")
-LOSSES = "loss spectral_bound balanced_bound relative_gap retained_energy".split()
+LOSSES = ("loss", "spectral_bound", "retained_energy")
 WIDE = 12  # tasks beyond which the terminal gets a summary instead of a T x T table
 
 CITATION = """```bibtex
@@ -59,19 +54,14 @@ def facts(tasks: TaskSet, basis: Basis, tunables: Mapping[str, set[float]]) -> F
     Args:
         tunables: `lambda`, `alpha` and `density` -> all values of it.
     """
-    settings, encoding = basis.settings, basis.encoding
-    weights = dict(zip(basis.tasks, basis.weights, strict=True))
-    for task, scale in zip(basis.tasks, tasks.built, strict=False):
-        weights[task] *= scale
-    norms = [math.sqrt(square) for square in basis.sums.gram.diagonal().tolist()]
-    if tasks.norms:
-        norms = [norm * abs(w) for norm, w in zip(tasks.norms, basis.weights, strict=True)]
-    norms = [math.sqrt(basis.sums.base_norm_squared), *norms]
+    settings, encoding, sums = basis.settings, basis.encoding, basis.sums
+    named, norms = ("base", *basis.tasks), sums.gram.diagonal().sqrt().tolist()
     losses: dict[str, Any] = dict.fromkeys(LOSSES)
-    if basis.sums.inner:
+    if sums.inner:
         losses = {name: getattr(encoding, name) for name in LOSSES}
+    weights = dict(zip(basis.tasks, basis.weights, strict=True))
     return Facts(
-        format_version=FORMAT_VERSION,
+        format_version=MERGE_VERSION,
         versions=versions(),
         method=settings.method,
         parameters={**settings.in_force(), **_values(tunables), "weights": weights},
@@ -79,11 +69,11 @@ def facts(tasks: TaskSet, basis: Basis, tunables: Mapping[str, set[float]]) -> F
         models=list(tasks.models),
         base_model=tasks.base_model,
         num_bases=encoding.num_bases,
-        num_parameters=basis.sums.num_parameters,
+        num_parameters=sums.num_parameters,
         dtype=tasks.dtype,
         **losses,
-        norms=dict(zip(("base", *basis.tasks), norms, strict=True)),
-        matrix_norms=dict(zip(("base", *basis.tasks), basis.sums.sizes, strict=True)),
+        norms=dict(zip(named, (math.sqrt(sums.base_norm_squared), *norms), strict=True)),
+        matrix_norms=dict(zip(named, sums.sizes, strict=True)),
         left_out=dict(tasks.left_out),
         fingerprints=tasks.fingerprints,
         seconds={phase: round(seconds, 3) for phase, seconds in basis.seconds.items()},
@@ -104,14 +94,16 @@ def facts_over_store(
     in_force = basis.settings.in_force()
     parameters |= {key: in_force[key] for key in (*merging, "exclude") if key in in_force}
     parameters |= {**_values(tunables), "basis_weights": list(basis_weights)}
-    return built.of_merge().but(
-        versions=versions(),
-        method=basis.settings.method,
-        parameters=parameters,
-        dtype=dtype,
-        left_out=dict(left_out),
-        seconds={phase: round(seconds, 3) for phase, seconds in basis.seconds.items()},
-    )
+    changes = {
+        "format_version": MERGE_VERSION,
+        "versions": versions(),
+        "method": basis.settings.method,
+        "parameters": parameters,
+        "dtype": dtype,
+        "left_out": dict(left_out),
+        "seconds": {phase: round(seconds, 3) for phase, seconds in basis.seconds.items()},
+    }
+    return Facts.model_validate({**dict(built), **changes})
 
 
 def _values(tunables: Mapping[str, set[float]]) -> dict[str, object]:
@@ -139,17 +131,8 @@ def write_files(model: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> Non
     """Write both files into `basis` in the folder of a merged model, which is not yet published."""
     folder = model / FOLDER
     folder.mkdir()
-    write_tensors(folder, tensors)
-    write_facts(folder, facts)
-
-
-def write_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
-    """Write `basis.safetensors` alone."""
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    # One metadata entry: safetensors writes several in an order that changes from run to run. And
-    # not `save_file`, whose files only their owner may read.
-    data = save(contiguous, metadata={"format": "pt"})
-    (Path(folder) / TENSORS).write_bytes(data)
+    write_numbers(folder / TENSORS, tensors)
+    write_facts(folder / FACTS, facts)
 
 
 def add_card_section(
@@ -190,21 +173,16 @@ def card_section(facts: Facts, tensors: Mapping[str, Tensor]) -> str:
 
 
 def row_sums(facts: Facts, encoder: Tensor) -> list[float]:
-    """The weight of each task in the sum that a merge adds, [T]: W_e v, v as in `Bases.shares`."""
-    if facts.store is not None:
-        factors = shares(facts.store, encoder.shape[1])
-    else:  # of a merge over a store
-        given = facts.parameters.get("basis_weights", [1.0] * encoder.shape[1])
-        factors = torch.tensor(given, dtype=torch.float64)
-    return (encoder @ factors).tolist()
+    """The weight of each task in the sum that a merge adds, [T]: W_e v."""
+    given = facts.parameters.get("basis_weights") or [1.0] * encoder.shape[1]
+    return (encoder @ torch.tensor(given, dtype=torch.float64)).tolist()
 
 
 def print_summary(facts: Facts, tensors: Mapping[str, Tensor], out: str) -> None:
     """Cosines, M, retained energy and encoder on the terminal (standard output)."""
     told: list[Sheet | str] = []
     if "gram" in tensors:
-        values = cosines(tensors["gram"].numpy())
-        told.append(cosine_sheet("task vectors", facts.tasks, values))
+        told.append(cosine_sheet(facts.tasks, cosines(tensors["gram"])))
     encoder = tensors.get("encoder")
     if encoder is not None and encoder.shape[1] <= WIDE:
         names = [f"B{m}" for m in range(encoder.shape[1])]
@@ -216,30 +194,23 @@ def print_summary(facts: Facts, tensors: Mapping[str, Tensor], out: str) -> None
     show([*told, seconds, f"Written to {out}"], Console(soft_wrap=True, highlight=False))
 
 
-def cosines(products: NDArray[np.float64], noise: float = 0.0) -> Tensor:
-    """Cosines [T, T] float64 from the inner products [T, T]; the diagonal is 1.
-
-    Rows and columns of vectors no longer than `noise` are 0.
-    """
-    lengths = np.sqrt(np.maximum(products.diagonal(), 0.0))
-    known = lengths > noise
-    inverse = np.divide(1.0, lengths, where=known, out=np.zeros_like(lengths))
-    found = np.clip(products * np.outer(inverse, inverse), -1.0, 1.0)
-    np.fill_diagonal(found, known.astype(np.float64))
-    return torch.from_numpy(found)
+def cosines(gram: Tensor) -> Tensor:
+    """Cosines [T, T] float64 from the inner products [T, T]; the diagonal is 1."""
+    lengths = gram.diagonal().clamp(min=0).sqrt()
+    return (gram / lengths.outer(lengths)).nan_to_num(0.0).clamp(-1, 1).fill_diagonal_(1.0)
 
 
-def cosine_sheet(of: str, names: Sequence[str], values: Tensor) -> Sheet | str:
+def cosine_sheet(names: Sequence[str], values: Tensor) -> Sheet | str:
     """The cosines [T, T] as a table; of many tasks the least and the largest, in a line."""
     if len(names) > WIDE:
         pairs = [(float(values[i, j]), i, j) for i in range(len(names)) for j in range(i)]
         ends = [f"{value:.3f} ({names[i]}, {names[j]})" for value, i, j in (min(pairs), max(pairs))]
-        return f"Cosines between the {len(names)} {of}: {' to '.join(ends)}"
+        return f"Cosines between the {len(names)} task vectors: {' to '.join(ends)}"
     heads = rows = names
     if max(map(len, names)) > 8:  # numbers for long names
         heads = [str(number) for number in range(1, len(names) + 1)]
         rows = [f"{number} {name}" for number, name in enumerate(names, 1)]
-    return matrix(f"Cosines between the {of}", rows, heads, values.tolist())
+    return matrix("Cosines between the task vectors", rows, heads, values.tolist())
 
 
 def _size(facts: Facts) -> str:
@@ -251,17 +222,14 @@ def _size(facts: Facts) -> str:
 
 def measures(facts: Facts) -> list[str]:
     """Lines on loss, bounds and retained energy, where they are known."""
-    if facts.loss is None and facts.store is None:
+    if facts.loss is None and not facts.errors:
         return ["No Gram matrix: this merge needs none; `tvb inspect RECIPE` computes it"]
     lines = []
     if facts.loss is not None:
-        gap = "" if facts.relative_gap is None else f" (relative gap {facts.relative_gap:.2e})"
         lines.append(
             f"Retained energy {100 * (facts.retained_energy or 0):.2f} %: reconstruction loss "
-            f"{facts.loss:.6g}, spectral lower bound {facts.spectral_bound:.6g}{gap}"
+            f"{facts.loss:.6g}, spectral lower bound {facts.spectral_bound:.6g}"
         )
-    if facts.balanced_bound is not None:
-        lines.append(f"Balanced bound {facts.balanced_bound:.6g}")
     return lines
 
 

@@ -61,8 +61,8 @@ class Adapter(Weights):
     """
 
     file: Checkpoint
-    under: Checkpoint
-    base: Checkpoint = field()
+    under: Weights
+    base: Weights = field()
     config: dict[str, Any] = field()
     factors: dict[str, tuple[Factors, ...]] = field(default_factory=dict)
     dense: dict[str, str] = field(default_factory=dict)
@@ -77,11 +77,11 @@ class Adapter(Weights):
         }
 
     @property
-    def shards(self) -> tuple[str, ...]:
+    def shards(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.under.shards
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> Path | None:  # type: ignore[override]
         return self.under.folder
 
     @cached_property

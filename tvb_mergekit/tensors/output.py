@@ -11,16 +11,15 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from tvb_mergekit.atomic import REPORT, check_outside
 from tvb_mergekit.errors import UserError, check_names, listed, megabytes
 from tvb_mergekit.tensors.checkpoint import weight_files
 
 LOG = logging.getLogger(__name__)
 # Files of a merge besides weights, which an existing output folder must not have.
 WRITTEN = tuple(
-    "config.json README.md mergekit_config.yml basis generation_config.json tokenizer.json "
-    "tokenizer_config.json special_tokens_map.json tokenizer.model vocab.json merges.txt "
-    "chat_template.jinja".split()
+    "store.json config.json README.md mergekit_config.yml basis generation_config.json "
+    "tokenizer.json tokenizer_config.json special_tokens_map.json tokenizer.model vocab.json "
+    "merges.txt chat_template.jinja".split()
 )
 
 
@@ -28,7 +27,7 @@ def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ())
     """Refuse an output folder in which two models would mix or a user's files would be lost.
 
     Raises:
-        UserError: it is, lies in or holds an input, lies in a store, or is a file. It holds weights
+        UserError: it is, lies in or holds an input, or is a file. It holds weights
             or a file that the merge writes. Its name is not a line of text.
     """
     check_names(out)
@@ -41,7 +40,6 @@ def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ())
             raise UserError(f"the output folder {out} holds the input {path}; name another folder")
         if target.startswith(source + os.sep):
             raise UserError(f"the output folder {out} lies in the input {path}; name another")
-    check_outside(out)
     place = existing(Path(target))
     if not place.is_dir():
         raise UserError(f"the output {out}: {place} is a file; name a folder")
@@ -65,8 +63,6 @@ def _refuse_existing(out: Path, names: Iterable[str]) -> None:
 
 def check_new_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
     """Check an output folder that one rename will create: it must be missing or empty."""
-    if all(Path(out, name).is_file() for name in REPORT):
-        raise UserError(f"{out} is a store or a report already; name another folder")
     check_output_folder(out, inputs)
     if os.path.isdir(out) and (found := sorted(os.listdir(out))):
         raise UserError(f"the folder {out} already holds {listed(found, 4)}; name another folder")

@@ -22,7 +22,7 @@ from tvb_mergekit.errors import UserError, one_line
 from tvb_mergekit.names import OUTPUT_EMBEDDING, SPEAKING, has_experts_in_out, tied_uses
 from tvb_mergekit.tensors.adapter import CONFIG, PICKLED, PREFIX, WEIGHTS, Adapter, Target
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.stream import TensorInfo
+from tvb_mergekit.tensors.stream import TensorInfo, Weights
 
 MERGE_FIRST = "merge it with PEFT: merge_and_unload(), save_pretrained(FOLDER), and list FOLDER"
 
@@ -40,20 +40,22 @@ _SAVED = re.compile(r"\.modules_to_save(\.default)?(?=\.)|\.base_layer(?=\.)")
 
 def open_adapter(
     path: str | os.PathLike[str],
-    base: Checkpoint,
+    base: Weights,
     under: Checkpoint | None = None,
     label: str = "",
+    config: dict[str, Any] | None = None,
 ) -> Adapter:
     """The adapter in folder `path` of the model `under`, by default the base itself.
 
     Args:
         label: the task's name, for messages.
+        config: its adapter_config.json, if `path` is the file of its weights.
 
     Raises:
         UserError: it is not readable, damaged, not of this base, or more than s B A and dense
             tensors (DoRA, trained biases, ...).
     """
-    return _Reader(Path(path), base, under or base, label).adapter()
+    return _Reader(Path(path), base, under or base, label, config or {}).adapter()
 
 
 @dataclass
@@ -61,13 +63,14 @@ class _Reader:
     """One reading of an adapter's folder; the fields are the arguments of `open_adapter`."""
 
     folder: Path
-    base: Checkpoint
-    under: Checkpoint
+    base: Weights
+    under: Weights
     label: str
     config: dict[str, Any] = field(default_factory=dict)
 
     def adapter(self) -> Adapter:
-        self.config = self._read_config()
+        alone = bool(self.config)
+        self.config = self.config or self._read_config()
         one, other = (
             {name: info.shape for name, info in each.tensors.items()}
             for each in (self.under, self.base)
@@ -77,9 +80,9 @@ class _Reader:
                 f"{self.under.folder} has other tensors than the base {self.base.folder}"
             )
         names = [name for name in (WEIGHTS, PICKLED) if (self.folder / name).is_file()]
-        if not names:
+        if not (names or alone):
             raise self._error(f"has no {WEIGHTS} or {PICKLED}; download it again")
-        file = Checkpoint.open(self.folder / names[0])
+        file = Checkpoint.open(self.folder if alone else self.folder / names[0])
         made = Adapter(file, self.under, self.base, self.config)
         halves: dict[tuple[str, bool], dict[str, str]] = {}  # (module, embedding) -> half -> key
         for key in sorted(file.tensors):
@@ -258,7 +261,7 @@ class _Reader:
 
         PEFT trains one of the two uses, unless it is asked to tie them, and fuses into both.
         """
-        file = self.under.folder / "config.json"
+        file = (self.under.folder or Path()) / "config.json"
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         speaks = any(name.endswith(SPEAKING) for name in config.get("architectures") or ())
         alone = any(map(OUTPUT_EMBEDDING.search, self.under.tensors))

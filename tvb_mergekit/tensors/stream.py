@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
@@ -53,6 +54,8 @@ class Weights:
     holds: Holds | None = None  # None: the reader knows what the elements are
     in_memory = False  # `read` returns views
     grain = 1  # elements that are decoded together
+    folder: Path | None  # of the files `shards`, except of state dicts
+    shards: tuple[str, ...]
     base: Weights | None = None  # set by users of vectors that are decoded next to their base
     model_type: str | None = None  # as transformers calls it, if it is known
 
@@ -123,6 +126,7 @@ class StateDict(Weights):
     """The tensors of a state dict; never modified, and copied to the CPU when they are read."""
 
     in_memory = True
+    folder, shards = None, ()
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self.state = {n: t.detach() for n, t in state.items() if isinstance(t, Tensor)}

@@ -10,10 +10,10 @@ import json
 import math
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -116,57 +116,6 @@ class FolderWriter:
             )
 
 
-class Appender:
-    """The weight files of one folder, of tensors as bytes whose sizes are known when they end.
-
-    Args:
-        metadata: of a file with these tensors.
-        most: the most bytes of a tensor. A header gets room for them, and is written last.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        plan: Sequence[Shard],
-        metadata: Callable[[Sequence[Item]], Mapping[str, str]],
-        most: Callable[[Item], int],
-    ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.plan, self._left = folder, plan, list(plan)
-        self._metadata, self._most, self._total = metadata, most, 0
-        self._file: BinaryIO | None = None
-        self._sizes, self._size = list[int](), 0  # of the tensors in the open file, of the last
-
-    def append(self, data: bytes, last: bool) -> None:
-        """Append to the current tensor, which `last` ends."""
-        items = self._left[0].items
-        if self._file is None:
-            self._file = (self.folder / self._left[0].name).open("wb")
-            self._file.write(self._header(items, list(map(self._most, items))))
-        self._file.write(data)
-        self._size += len(data)
-        if last:
-            self._sizes.append(self._size)
-            self._size = 0
-        if len(self._sizes) == len(items):
-            room = len(self._header(items, list(map(self._most, items))))
-            self._file.seek(0)
-            self._file.write(self._header(items, self._sizes, room))
-            self._file.close()
-            self._file, self._total = None, self._total + sum(self._sizes)
-            self._sizes.clear()
-            self._left.pop(0)
-
-    def _header(self, items: Sequence[Item], sizes: Sequence[int], length: int = 0) -> bytes:
-        pairs = zip(items, sizes, strict=True)
-        tensors = {item.name: (torch.uint8, [size]) for item, size in pairs}
-        return header_of(self._metadata(items), tensors, length)
-
-    def finish(self) -> None:
-        assert not self._left
-        write_index(self.folder, self.plan, self._total)
-
-
 def write_index(folder: Path, plan: Sequence[Shard], total: int) -> None:
     """Write the index of several files, which hold `total` bytes of tensors."""
     if len(plan) > 1:
@@ -174,12 +123,6 @@ def write_index(folder: Path, plan: Sequence[Shard], total: int) -> None:
         index = {"metadata": {"total_size": total}, "weight_map": where}
         text = json.dumps(index, indent=2) + "\n"
         (folder / INDEX).write_text(text, encoding="utf-8")
-
-
-def records_of(folder: Path, plan: Sequence[Shard]) -> dict[str, dict[str, object]]:
-    """file -> {bytes, xxh3_128} of the files of a folder, which must be complete."""
-    names = [shard.name for shard in plan] + [INDEX] * (len(plan) > 1)
-    return {name: file_record(folder / name) for name in names}
 
 
 class FoldersSink:
@@ -220,7 +163,7 @@ class Stacked:
         self.held[item.name][:, start:stop] = values
 
 
-def file_record(path: Path) -> dict[str, object]:
+def file_record(path: Path) -> dict[str, Any]:
     """{bytes, xxh3_128} of a file."""
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:

@@ -27,13 +27,13 @@ def balanced(gram: Gram, num_bases: int, weights: Array | None = None) -> Encodi
         weights: [T], positive: the number of tasks that each task stands for; 1 by default.
 
     Returns:
-        W_e >= 0 with columns that sum to 1 and W_e 1 = (M / sum w) w, the least-squares decoder,
-        and `balanced_bound`, equal to the loss.
+        W_e >= 0 with columns that sum to 1 and W_e 1 = (M / sum w) w, and the least-squares
+        decoder. The loss is its bound: the eigenvalues of G' beyond the (M-1)-th.
     """
     weights = np.ones(gram.size) if weights is None else weights
-    directions, bound = completion(gram, num_bases, weights)
+    directions, _ = completion(gram, num_bases, weights)
     encoder = spread(weights / weights.sum(), directions, num_bases)
-    return gram.encoding("balanced", encoder, balanced_bound=bound)
+    return gram.encoding("balanced", encoder)
 
 
 def completion(gram: Gram, num_bases: int, weights: Array) -> tuple[Array, float]:

@@ -34,21 +34,10 @@ class Encoding:
     eigenvalues: Tensor
     loss: float
     spectral_bound: float
-    balanced_bound: float | None = None
 
     @property
     def num_bases(self) -> int:
         return self.decoder.shape[0]
-
-    @property
-    def relative_gap(self) -> float | None:
-        """(loss - bound) / bound; None if the bound is 0 up to rounding.
-
-        Negative for PCA if its mean, one direction more than M, gains more than it costs.
-        """
-        if self.spectral_bound <= 1e-12 * float(self.eigenvalues.sum()):
-            return None
-        return (self.loss - self.spectral_bound) / self.spectral_bound
 
     @property
     def retained_energy(self) -> float:
@@ -111,7 +100,6 @@ class Gram:
         encoder: Array,
         decoder: Array | None = None,
         reconstruction: Array | None = None,
-        balanced_bound: float | None = None,
     ) -> Encoding:
         """The result; the decoder defaults to least squares, R to W_e W_d."""
         decoder = self.decoder(encoder) if decoder is None else decoder
@@ -126,7 +114,6 @@ class Gram:
             loss=float(np.square(self.root @ (reconstruction - np.eye(self.size))).sum()),
             # the eigenvalues beyond the M-th (Eq. 7)
             spectral_bound=float(self.values[encoder.shape[1] :].sum()),
-            balanced_bound=balanced_bound,
         )
 
 

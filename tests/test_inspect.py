@@ -1,0 +1,346 @@
+"""`tvb inspect`: numbers against dense float64, tables, pictures, and recipes that are refused."""
+
+import io
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import reference
+import tiny
+import torch
+import yaml
+from click.testing import CliRunner
+from commands import merge, tvb, write
+from reference import Array, Dense
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from test_faults import ALL, OF_FILES, RECIPES, Case, prepare, recipe, slices, snapshot
+from torch import Tensor
+from worlds import Models, World
+
+import tvb_mergekit
+from tvb_mergekit.cli.commands import main
+from tvb_mergekit.cli.inspect import plot, print_inspection
+from tvb_mergekit.errors import MergeRefused, UserError, refusing
+from tvb_mergekit.store.facts import Facts, read_output
+from tvb_mergekit.store.inspection import Inspection, as_json
+from tvb_mergekit.store.store import load
+from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.output import StagedFolder, check_output_folder
+
+
+class Kind(NamedTuple):
+    """What is inspected: its M, whether G is known, the start of its text, and its panels."""
+
+    count: int
+    known: bool
+    told: str
+    panels: str  # the first letters of Cosines, Encoder, Norms, Bits, error (L), energy (S)
+
+
+KINDS = {
+    "tasks": Kind(5, True, r"Store of 5 task vectors \(lossless, [\d.]+ bits\), base ", "CNBS"),
+    "sample": Kind(5, True, r"Store of 5 task vectors \(a sample of 50 %, [\d.]+ bits\)", "CNBLS"),
+    "balanced": Kind(2, True, "Store: 2 balanced basis vectors of 5 task vectors", "CENLS"),
+    "pca": Kind(2, True, r"Store: 2 pca basis vectors of 5 .* \(float16\), base", "CENLS"),
+    "grown once": Kind(3, True, "Store: 3 balanced basis vectors of 4 task vectors", "CENLS"),
+    "grown": Kind(3, False, "Store: 3 balanced basis vectors of 5 task vectors", "EN"),
+    "merge": Kind(2, True, "Merge by basis_ties: 2 balanced basis vectors of 5", "CENLS"),
+    "merge of all": Kind(5, False, "Merge by basis_ta: 5 task vectors", "EN"),
+    "merge of a store": Kind(2, True, "Merge by basis_ta: 2 balanced basis vectors of 5", "CENLS"),
+    "recipe.yml": Kind(2, True, "Recipe for basis_ta, not built: 2 ae basis vectors of 5", "CENLS"),
+}
+PANELS = {
+    "C": "Cosines between", "E": "Encoder weights", "N": "Norms of", "B": "Bits of a parameter",
+    "L": "Error of each", "S": "Energy that M bases",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(world: World) -> Models:
+    return world("bf16")
+
+
+@pytest.fixture(scope="module")
+def made(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with each of KINDS."""
+    root = tmp_path_factory.mktemp("inspected")
+    two = {"basis": "balanced", "num_bases": 2}
+    models.build(root / "tasks")
+    models.build(root / "sample", "--keep", 0.5)
+    models.build(root / "balanced", "--dtype", "float32", **two)
+    models.build(root / "pca", "--dtype", "float16", basis="pca", num_bases=2)
+    listed = [*models.models.items()]
+    for name, count in {"grown once": 4, "grown": 5}.items():
+        for number, (task, model) in enumerate(listed[:count]):
+            new = ["--base", models.base, "--budget", 3, "--compress", "balanced"]
+            new += ["--dtype", "float32"]
+            tvb("add", root / name, model, "--task", task, "--quiet", *([] if number else new))
+    models.merge("basis_ties", root / "merge", **two)
+    models.merge("basis_ta", root / "merge of all", basis="none")
+    tvb("merge", root / "balanced", root / "merge of a store", "--method", "add", "--quiet")
+    write(models.recipe(basis="ae", num_bases=2, steps=50), root / "recipe")
+    return root
+
+
+def check_choices(told: Mapping[str, Any], tau: Array) -> None:
+    """Against dense spans."""
+    scales, total = np.linalg.svd(tau, compute_uv=False), float(np.square(tau).sum())
+    assert [choice["num_bases"] for choice in told["choices"]] == [1, 2, 3, 4, 5][: tau.shape[1]]
+    # the sum of all task vectors first, then the best directions of what is left
+    unit = tau.sum(axis=1, keepdims=True) / np.linalg.norm(tau.sum(axis=1))
+    left = np.linalg.svd(tau - unit @ (unit.T @ tau), compute_uv=False)
+    for count, choice in enumerate(told["choices"], 1):
+        bound = float(np.square(scales[count:]).sum())
+        following = scales[count] ** 2 if count < len(scales) else 0.0
+        balanced = 1 - float(np.square(left[count - 1 :]).sum()) / total
+        assert choice["spectral_bound"] == pytest.approx(bound, rel=1e-5, abs=1e-9 * total)
+        assert choice["retained_energy"] == pytest.approx(1 - bound / total, rel=1e-6)
+        assert choice["next_eigenvalue"] == pytest.approx(following, rel=1e-5)
+        assert choice["balanced_energy"] == pytest.approx(balanced, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_those_of_the_dense_vectors(kind: str, made: Path, models: Models) -> None:
+    wanted, told = KINDS[kind], json.loads(tvb("inspect", made / kind, "--json").stdout)
+    assert told["tasks"] == list(models.tasks[: told["num_tasks"]])
+    assert told["what"] == ("merge" if "merge" in kind else "recipe" if "." in kind else "store")
+    dense = Dense(models.states[0], list(models.states[1:]), sorted(models.states[0]))
+    tau = dense.tau[:, : told["num_tasks"]]
+    norms = np.linalg.norm(tau, axis=0)
+    assert told["num_bases"] == wanted.count and told["num_parameters"] == len(tau)
+    np.testing.assert_allclose([told["norms"][t] for t in told["tasks"]], norms, rtol=1e-6)
+    assert told["norms"]["base"] == pytest.approx(np.linalg.norm(dense.theta), rel=1e-6)
+    assert (told["gram"] is not None) == (told["cosines"] is not None) == wanted.known
+    errors = [told["errors"][task] for task in told["tasks"]]
+    if not wanted.known:
+        assert told["choices"] == [] and set(errors) == {None}
+        return
+    np.testing.assert_allclose(told["gram"], tau.T @ tau, rtol=1e-5, atol=1e-6 * norms.max() ** 2)
+    np.testing.assert_allclose(told["cosines"], (tau / norms).T @ (tau / norms), atol=1e-5)
+    check_choices(told, tau)
+    encoder, decoder = np.array(told["encoder"]), np.array(told["decoder"])
+    rebuilt = tau @ encoder @ decoder + (tau.mean(axis=1, keepdims=True) if kind == "pca" else 0)
+    if kind == "sample":
+        bases = tvb_mergekit.load(made / kind)
+        bases.check_base(Checkpoint.open(models.base), "the base")
+        names = sorted(models.states[0])
+        columns = [reference.flat({n: v.tensor(n) for n in names}, names) for v in bases.vectors]
+        rebuilt = np.stack(columns, axis=1)
+    lost = np.linalg.norm(rebuilt - tau, axis=0)
+    np.testing.assert_allclose(errors, lost / norms, rtol=1e-5, atol=1e-5)
+    if kind != "sample":
+        assert told["loss"] == pytest.approx(float(lost @ lost), rel=1e-4, abs=1e-6 * norms @ norms)
+    if told["what"] == "store":
+        files = [path.stat().st_size for path in (made / kind / "vectors").iterdir()]
+        current = load(made / kind).facts
+        assert told["sizes"]["store"] == sum(file.bytes for file in current.held.values())
+        assert kind.startswith("grown") or sum(told["bytes"]) >= sum(files)
+        np.testing.assert_allclose(told["bits"], 8 * np.array(told["bytes"]) / len(tau))
+        weights = [file for model in models.models.values() for file in model.glob("*.safetensors")]
+        size = sum(file.stat().st_size for file in weights)
+        assert kind != "tasks" or 0.8 < told["sizes"]["models"] / size <= 1
+        assert "previous" not in told and told["vectors"]
+    else:
+        assert told["sizes"] is None and told["bytes"] == told["bits"] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tables_and_pictures_of_each_kind(kind: str, made: Path, tmp_path: Path) -> None:
+    """No panel is empty, and none is about nothing."""
+    pytest.importorskip("matplotlib")
+    text, wanted = tvb("inspect", made / kind, "--plot", tmp_path / "a.svg").stdout, KINDS[kind]
+    flat = " ".join(text.split())
+    assert re.match(wanted.told, flat), flat[:200]
+    assert not re.search(r"\bnan\b|\binf\b|None|none basis", text)
+    assert max(map(len, text.splitlines())) <= 80 or "/" in text  # a path is one word
+    assert ("Cosines: not known" in flat) == (not wanted.known)
+    assert ("What other M would retain: not known" in flat) == (not wanted.known)
+    whole = kind in ("tasks", "sample")
+    assert ("row sum" in text) != whole == (" bits" in flat) == ("Encoder weights" not in text)
+    assert ("Retained energy" in flat) == (wanted.known and not whole)
+    exact = kind in ("balanced", "grown once", "grown")
+    assert ("The sum of all task vectors is" in flat) == exact
+    assert wanted.count == 5 or not wanted.known or f"> {wanted.count}" in text
+    picture = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    found = {letter for letter, title in PANELS.items() if f"<!-- {title}" in picture}
+    assert found == {*wanted.panels}
+    axes = len(re.findall(r'<g id="axes_\d+">', picture))
+    assert axes == len(found) + len(found & {"C", "E"})  # their bars of colours
+
+
+# What is hard to print
+
+
+NASTY = ["[red]bold[/red]", "<script>alert(1)</script>", "$x_1$ & \\frac", ":smile:", "\x1b[2J\n"]
+
+
+def edge(tasks: int, names: list[str] | None = None, **changes: Any) -> Inspection:
+    """A merge of as many tasks, to the mean of all."""
+    draw = np.random.default_rng(tasks)
+    vectors = draw.standard_normal((40, tasks)) * 10 ** draw.uniform(-3, 3, tasks)
+    names = names or [f"task-{i}" for i in range(tasks)]
+    norms = dict(zip(["base", *names], [9.0, *np.linalg.norm(vectors, axis=0)], strict=True))
+    facts: dict[str, Any] = {
+        **dict.fromkeys(("loss", "spectral_bound")),
+        "format_version": 1, "versions": {}, "method": "basis_ta", "parameters": {"basis": "ae"},
+        "tasks": names, "models": names, "base_model": "org/base", "num_bases": 1, "dtype": None,
+        "num_parameters": 40, "retained_energy": None, "norms": norms, "fingerprints": {},
+        "left_out": {"head": "excluded"}, "seconds": {}, **changes,
+    }  # fmt: skip
+    ones = torch.ones(tasks, 1, dtype=torch.float64)
+    tensors = {"gram": torch.from_numpy(vectors.T @ vectors), "encoder": ones / tasks}
+    return Inspection(Facts.model_validate(facts), {**tensors, "decoder": ones.T.contiguous()})
+
+
+EDGES = {
+    "one task": lambda: edge(1),
+    "many tasks": lambda: edge(14),
+    "nasty names": lambda: edge(5, NASTY),
+    "errors not known": lambda: edge(3, errors={f"task-{i}": None for i in range(3)}),
+    "a task called base": lambda: edge(2, ["other", "base task"]),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edges(name: str, tmp_path: Path) -> None:
+    inspection = EDGES[name]()
+    for width, encoding in ((20, "utf-8"), (60, "utf-8"), (200, "utf-8"), (60, "ascii")):
+        raw = io.BytesIO()
+        file = io.TextIOWrapper(raw, encoding=encoding, newline="")
+        print_inspection(inspection, Console(file=file, width=width))
+        file.flush()
+        text = raw.getvalue().decode(encoding)
+        assert "\x1b" not in text and not re.search(r"\bnan\b", text)
+        assert width < 60 or max(map(len, text.splitlines())) <= width
+    told = json.loads(json.dumps(as_json(inspection), allow_nan=False))
+    assert told["tasks"] == inspection.facts.tasks and len(told["cosines"]) == len(told["tasks"])
+    own = {"what", "num_tasks", "choices", "sizes", "bytes", "bits", "gram"}
+    assert set(told) >= {*Facts.model_fields} - {"seconds"} | own
+    pytest.importorskip("matplotlib")
+
+    plot(inspection, tmp_path / "a.png")
+    plot(inspection, str(tmp_path / "b.PNG"))
+    one, other = ((tmp_path / name).read_bytes() for name in ("a.png", "b.PNG"))
+    assert one == other and one.startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_a_report_that_does_not_fit(made: Path, tmp_path: Path) -> None:
+    folder = made / "merge" / "basis"
+    for name in ("basis.json", "basis.safetensors"):
+        file = folder / name
+        before = file.read_bytes()
+        for content in (before[:-7], b"", before.replace(b"0", b"1", 5)):
+            file.write_bytes(content)
+            if content[:8] != before[:8] or name == "basis.json" or len(content) < len(before):
+                with pytest.raises(UserError, match="cannot be read"):
+                    read_output(folder)
+        file.write_bytes(before)
+    for words in (["--plot", tmp_path / "a.gif"], ["--plot", tmp_path / "none/a.png"]):
+        assert "a." in tvb("inspect", made / "merge", *words, code=1).stderr
+
+
+# Recipes: refused where merges refuse them, in the same words
+
+NOT_CHECKED = {"overflow"}  # what only writing shows
+CASES: dict[str, Case] = {f"recipe: {name}": case for name, case in RECIPES.items()} | OF_FILES
+OTHER_WORDS = {
+    "recipe: list": "recipe.yml: expected one recipe",
+    "recipe: near method": "did you mean `basis_ta`",
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES) - NOT_CHECKED))
+def test_recipes_that_a_merge_refuses(name, tmp_path, tiny_models, monkeypatch, caplog):
+    case = CASES[name]
+    prepare(tmp_path / "work", tiny_models, case)
+    monkeypatch.chdir(tmp_path / "work")
+    before = snapshot(tmp_path)
+    with mock.patch.dict(os.environ, {"HF_HUB_OFFLINE": "1", **case.env}):
+        done = CliRunner().invoke(main, ["inspect", "recipe.yml", *case.args])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert snapshot(tmp_path) == before and done.exit_code == (0 if case.ok else 1), done.stderr
+    assert case.ok or re.fullmatch(r"Error: [^\n]+\n", done.stderr), done.stderr
+    for want in (OTHER_WORDS[name],) if name in OTHER_WORDS else case.wants:
+        assert re.search(want, caplog.text + done.stdout + done.stderr), done.stderr
+
+
+@pytest.fixture
+def here(tmp_path: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    prepare(tmp_path / "work", tiny_models, Case())
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work"
+
+
+def inspect(document: Mapping[str, Any], code: int = 0) -> str:
+    Path("recipe.yml").write_text(yaml.safe_dump(dict(document)))
+    done = tvb("inspect", "recipe.yml", "--quiet", code=code)
+    return str(done.stdout if code == 0 else done.stderr)
+
+
+ONLY_MERGES = {"slices": slices(ALL, ALL), "union": recipe(tokenizer={"source": "union"})}
+
+
+@pytest.mark.parametrize("document", ONLY_MERGES.values(), ids=ONLY_MERGES)
+def test_what_a_merge_takes_and_a_build_does_not(document, here, caplog):
+    assert "Retained energy" in inspect(document)
+    assert "not for `tvb build`: `" in caplog.text
+    assert "`" in tvb("build", "recipe.yml", "store", code=1).stderr
+    merge(document, here / "out")
+
+
+def test_excluded_tensors_of_a_merge_with_slices(here: Path) -> None:
+    document = slices(ALL, ALL)
+    document["parameters"] = {"exclude": "lm_head"}
+    said = " ".join(inspect(document).split())
+    assert "1 tensor left to the base, excluded by the recipe: lm_head.weight" in said
+    file = here / "base/model.safetensors"
+    state: dict[str, Tensor] = load_file(file)
+    state["lm_head.weight"][0].fill_(torch.nan)
+    file.unlink()  # a link to that of other tests
+    save_file(state, file, {"format": "pt"})
+    assert "32 NaN" in inspect(document, code=1)
+
+
+def test_output_folders(here: Path) -> None:
+    for out, want in {"base": "is the input", "a/x": "lies in", "recipe.yml": "is a file"}.items():
+        with pytest.raises(UserError, match=want):
+            check_output_folder(out, ["base", "a"])
+    Path("mine").mkdir()
+    staged = StagedFolder("mine")
+    for folder in (staged.path, Path("mine")):
+        (folder / "added_tokens.json").write_text(str(folder))
+    with pytest.raises(UserError, match=r"already holds added_tokens\.json"):
+        staged.publish()
+    staged.discard()
+    assert Path("mine/added_tokens.json").read_text() == "mine"
+    with mock.patch("os.access", lambda path, mode: mode != os.W_OK):  # root may write anywhere
+        with pytest.raises(UserError, match="is not writable"):
+            check_output_folder("new/folder")
+
+
+def test_a_shard_in_a_folder_is_read_from_there(tmp_path: Path) -> None:
+    """Not from a file of its name beside the index."""
+    base, _ = tiny.family(tmp_path, tasks=())
+    wanted, weights = tiny.load(base), base / "model.safetensors"
+    (base / "w").mkdir()
+    weights.rename(base / "w" / weights.name)
+    save_file({name: 0 * value for name, value in wanted.items()}, weights)
+    places = {name: f"./w/{weights.name}" for name in wanted}
+    (base / f"{weights.name}.index.json").write_text(json.dumps({"weight_map": places}))
+    opened = Checkpoint.open(base)
+    assert all(opened.tensor(name).equal(value) for name, value in wanted.items())
+
+
+def test_memory_that_torch_cannot_get_is_a_line() -> None:
+    with pytest.raises(MergeRefused, match=r"allocate memory.*; use fewer bases"), refusing():
+        torch.empty(10**15)
+    with pytest.raises(RuntimeError, match=r"^mine$"), refusing():
+        raise RuntimeError("mine")

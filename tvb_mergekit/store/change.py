@@ -1,0 +1,158 @@
+"""Changes of a store: new files under new names, then one rename of `store.json`.
+
+A change writes `numbers-<n>.safetensors`, `vectors/SLUG-<n>.safetensors` and `files/SLUG-<n>/`,
+with an n that no file there has. The new `store.json` holds the former state under `previous`. So a
+kill at any moment leaves the store of before or after. Files that only the replaced `previous`
+names are then deleted; no other file is touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import filelock
+from torch import Tensor
+
+from tvb_mergekit.errors import UserError, check_names
+from tvb_mergekit.store.facts import (
+    STORE,
+    StoreFacts,
+    check_files,
+    record_of,
+    write_facts,
+    write_numbers,
+)
+from tvb_mergekit.store.store import Bases, is_store, load, read_store
+
+LOG = logging.getLogger(__name__)
+LOCK = ".lock"
+
+
+class Change:
+    """The next state of the store in a folder, which may be new.
+
+    Attributes:
+        facts: the present state; None of a new store.
+        number: n of the new files.
+    """
+
+    def __init__(self, store: Path) -> None:
+        self.store = store
+        self.facts = read_store(store) if is_store(store) else None
+        there = [store.glob("numbers-*"), store.glob("vectors/*"), store.glob("files/*")]
+        found = [re.search(r"-(\d+)(\.safetensors)?$", p.name) for each in there for p in each]
+        self.number = 1 + max((int(match[1]) for match in found if match), default=0)
+        self._made: list[str] = []
+        self._new = not store.is_dir()
+
+    def place(self, kind: str, slug: str) -> str:
+        """A new place below the store: of a vector's file, or of a folder of files."""
+        place = f"{kind}/{slug}-{self.number}{'.safetensors' if kind == 'vectors' else ''}"
+        self._made.append(place)
+        (self.store / kind).mkdir(parents=True, exist_ok=True)
+        return place
+
+    def commit(self, facts: StoreFacts, tensors: Mapping[str, Tensor]) -> Bases:
+        """Write the numbers of the next state, whose other files are there, and publish it."""
+        place = f"numbers-{self.number}.safetensors"
+        self._made.append(place)
+        write_numbers(self.store / place, tensors)
+        before = self.facts and self.facts.but(previous=None)
+        base = facts.base_path
+        if facts.base_beside is None and base and os.path.exists(base):  # of a base that was read
+            facts = facts.but(base_beside=os.path.relpath(os.path.realpath(base), self.store))
+        made = facts.but(numbers=record_of(self.store, place), previous=before)
+        write_facts(self.store / STORE, made)
+        if self.facts and self.facts.previous:
+            for old in self.facts.previous.held.keys() - made.held.keys() - self.facts.held.keys():
+                file = self.store / old
+                if not file.parent.resolve().is_relative_to(self.store):  # of a link's target
+                    continue
+                with suppress(OSError):
+                    file.unlink()
+                    file.parent.rmdir()  # the last of a folder of files
+        return load(self.store)
+
+    def discard(self) -> None:
+        """Delete what was written and is not published."""
+        held = read_store(self.store).held if is_store(self.store) else {}
+        for place in self._made:
+            if not any(each == place or each.startswith(f"{place}/") for each in held):
+                shutil.rmtree(self.store / place, ignore_errors=True)
+                with suppress(OSError):
+                    (self.store / place).unlink()
+        for folder in ("vectors", "files", ""):
+            with suppress(OSError):  # it holds something
+                if folder or self._new:
+                    (self.store / folder).rmdir()
+
+
+@contextmanager
+def changing(path: str | os.PathLike[str], new: bool = False) -> Iterator[Change]:
+    """A change of a store, or of a `new` one, under the lock of the store; others wait for it.
+
+    Raises:
+        UserError: no store there, or it cannot be written. The store stays as it was.
+    """
+    check_names(path)
+    store = Path(os.path.realpath(path))
+    if not new:
+        read_store(store)  # raises: a lock would make the folder
+    there = store.is_dir()
+    change, lock = None, filelock.FileLock(store / LOCK)
+    try:
+        store.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            LOG.warning("another process writes to %s: waiting for it", path)
+            lock.acquire()
+        change = Change(store)
+        yield change
+    except OSError as error:
+        raise UserError(f"cannot write {store}: {error}") from error
+    finally:
+        if change is not None:
+            change.discard()
+        if not is_store(store):
+            (store / LOCK).unlink(missing_ok=True)
+        lock.release()
+        if not there:
+            with suppress(OSError):  # it holds a store
+                store.rmdir()
+
+
+def undo_change(path: str | os.PathLike[str]) -> Bases:
+    """Swap a store's state and its previous one. A second call swaps them back.
+
+    Raises:
+        UserError: there is none, or a file of it is damaged.
+    """
+    with changing(path) as change:
+        facts = change.facts
+        if facts is None or facts.previous is None:
+            raise UserError(f"{path}: nothing to undo: it is as it was built")
+        check_files(change.store, facts.previous.held.values())
+        write_facts(change.store / STORE, facts.previous.but(previous=facts.but(previous=None)))
+    return load(change.store)
+
+
+def slugs(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
+    """A name for a file or folder for each, which no two share even where case does not count."""
+    used = {name.lower() for name in taken}
+    made = []
+    for name in names:
+        short = slug = re.sub(r"[^\w.-]+", "-", name)[:60].strip(".") or "task"
+        number = 1
+        while slug.lower() in used:
+            number += 1
+            slug = f"{short}-{number}"
+        used.add(slug.lower())
+        made.append(slug)
+    return made
