@@ -113,9 +113,9 @@ def _tasks(found: Inspection, names: list[str]) -> Sheet | str:
 
 
 def _choices(found: Inspection) -> Sheet:
-    current = None if found.whole else found.facts.num_bases
+    built = None if found.whole else found.facts.num_bases
     rows = [
-        (f"{'>' if count == current else ' '} {count}", f"{100 * best:.2f}",
+        (f"{'>' if count == built else ' '} {count}", f"{100 * best:.2f}",
          f"{100 * even:.2f}", f"{bound:.4g}", f"{following:.4g}")
         for count, best, even, bound, following in (each.values() for each in found.choices)
     ]  # fmt: skip

@@ -81,11 +81,12 @@ def export(store: str, out: str, base: str | None, task: str | None, **values: A
       tvb export ./store ./models --all           ./models/math, ./models/code ...
     """
     from tvb_mergekit.store.export import export as write
+    from tvb_mergekit.store.store import load
 
     every = values["every"]
     if (task is None) != every:
         raise UserError("give one of --task NAME and --all")
-    engine, bases, more = cli.engine_of(values), cli.load_store(store), logging.warning
+    engine, bases, more = cli.engine_of(values), load(store), logging.warning
     tasks, (_, weights, folder) = [task] if task else bases.tasks, cli.base_of(bases, base)
     how = {"every": every, "dtype": cli.dtype_of(values["dtype"]), "warn": more}
     write(bases, weights, folder, tasks, out, engine, **how)

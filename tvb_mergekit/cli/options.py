@@ -6,11 +6,9 @@ import functools
 import importlib
 import json
 import logging
-import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from tvb_mergekit.store.store import Bases
     from tvb_mergekit.tensors.checkpoint import Checkpoint
     from tvb_mergekit.tensors.stream import Engine
-    from tvb_mergekit.tensors.taskset import TaskSet
 
 Body = Callable[..., Any]
 
@@ -43,39 +40,18 @@ class Place(click.Path):
         return super().convert(value, param, ctx)
 
 
-class Range(click.FloatRange):
-    """Numbers, not NaN or infinity."""
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        found: float = super().convert(value, param, ctx)
-        if not math.isfinite(found):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return found
-
-
 class Commands(click.Group):
     """Commands that refuse wrong words like every other mistake: one line, exit code 1."""
 
-    def make_context(self, *args: Any, **values: Any) -> click.Context:
-        with _one_line():
-            return super().make_context(*args, **values)
-
     def invoke(self, ctx: click.Context) -> Any:
-        with _one_line():
+        try:
             return super().invoke(ctx)
-
-
-@contextmanager
-def _one_line() -> Iterator[None]:
-    try:
-        yield
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()  # the help
-        raise click.exceptions.Exit(1) from error
-    except click.UsageError as error:
-        said = " ".join(error.format_message().split()).rstrip(".")
-        command = error.ctx.command_path if error.ctx else "tvb"
-        raise click.ClickException(f"{said} (see `{command} --help`)") from error
+        except click.exceptions.NoArgsIsHelpError:
+            raise
+        except click.UsageError as error:
+            said = " ".join(error.format_message().split()).rstrip(".")
+            command = error.ctx.command_path if error.ctx else "tvb"
+            raise click.ClickException(f"{said} (see `{command} --help`)") from error
 
 
 def of_store(ways: Sequence[str] = (), each: str = "{}") -> dict[str, Any]:
@@ -98,6 +74,7 @@ def of_store(ways: Sequence[str] = (), each: str = "{}") -> dict[str, Any]:
 
 
 PLACE, RECIPE, RECIPE_OR_STORE = Place(), Place(exists=True, dir_okay=False), Place(exists=True)
+Range = click.FloatRange
 POSITIVE, SHARE = Range(0, min_open=True), Range(0, 1, min_open=True)
 COUNT, SEED = click.IntRange(1), click.IntRange(0, 2**32 - 1)
 DTYPES = click.Choice(["float32", "bfloat16", "float16"])
@@ -194,9 +171,8 @@ def auto_device() -> str:
 
     if not torch.cuda.is_available():
         return "cpu"
-    if ranks.launched("WORLD_SIZE", 1) == 1:
-        return "cuda"
-    return f"cuda:{ranks.launched('LOCAL_RANK', 0) % torch.cuda.device_count()}"
+    one = ranks.launched("WORLD_SIZE", 1) == 1
+    return "cuda" if one else f"cuda:{ranks.launched('LOCAL_RANK', 0) % torch.cuda.device_count()}"
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
@@ -216,24 +192,7 @@ def read_recipe(recipe: str) -> Document:
     import_mergekit()
     from tvb_mergekit.plugin.document import read_document
 
-    with phase("Reading the recipe"):
-        return read_document(recipe)
-
-
-@phase("Opening the models")
-def open_models(document: Document, values: dict[str, Any], names: Sequence[str] = ()) -> TaskSet:
-    """The opened models of a recipe; `names` as for `read_inputs`."""
-    from tvb_mergekit.plugin.inputs import read_inputs
-
-    return read_inputs(document, model_options(values), names)
-
-
-def load_store(path: str, checksums: bool = False) -> Bases:
-    """The bases of a store; `checksums` compares those of all files."""
-    from tvb_mergekit.store.store import load
-
-    with phase("Opening the store"):
-        return load(path, checksums)
+    return read_document(recipe)
 
 
 def base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | None]:
@@ -254,8 +213,9 @@ def document_of(recipe: str, method: str | None, base: str | None) -> Document:
             raise UserError(f"{recipe} is a recipe: --method and --base belong to a STORE")
         return read_recipe(recipe)
     from tvb_mergekit.store.recipes import templates, with_paths
+    from tvb_mergekit.store.store import load
 
-    bases = load_store(recipe)
+    bases = load(recipe)
     known = templates(bases.facts, os.path.abspath(recipe), base_of(bases, base)[0])
     if method not in known:
         near = hint(method, known) if method else ""

@@ -46,11 +46,12 @@ def build(recipe: str, store: str, dtype: str | None, **values: Any) -> None:
     share = kept_share(values["lossless"], values["keep"], dtype)
     engine, document = cli.engine_of(values), cli.read_recipe(recipe)
     document.whole_tasks()
+    from tvb_mergekit.plugin.inputs import read_inputs
     from tvb_mergekit.plugin.planner import input_folders
     from tvb_mergekit.tensors.output import check_new_folder
 
     check_new_folder(store, input_folders(document.recipe))  # before anything is downloaded
-    inputs = cli.open_models(document, values)
+    inputs = read_inputs(document, cli.model_options(values))
     _tell(build_store(inputs, store, engine, dtype=cli.dtype_of(dtype), keep=share))
 
 
@@ -94,6 +95,7 @@ def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
 def _inspection(path: str, values: dict[str, Any]) -> Inspection:
     from tvb_mergekit.store.facts import FACTS, FOLDER, read_output, unnamed_files
     from tvb_mergekit.store.inspection import Inspection
+    from tvb_mergekit.store.store import load
 
     if os.path.isfile(path):
         engine, document = cli.engine_of(values), cli.read_recipe(path)
@@ -109,7 +111,7 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
         path = document.recipe.store.place
     if (Path(path) / FOLDER / FACTS).is_file():
         return Inspection(*read_output(Path(path) / FOLDER))
-    bases = cli.load_store(path, checksums=True)
+    bases = load(path, checksums=True)
     if left := unnamed_files(Path(path), bases.facts):
         size = megabytes(sum(file.stat().st_size for file in left))
         said = "%s of interrupted changes (%s); delete them if no command changes the store now"
@@ -141,13 +143,14 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
     """
     cli.import_mergekit()
     from tvb_mergekit.plugin.document import from_mapping
+    from tvb_mergekit.plugin.inputs import read_inputs
     from tvb_mergekit.store.add import Growth, add_to_store
     from tvb_mergekit.store.recipes import with_paths
-    from tvb_mergekit.store.store import is_store
+    from tvb_mergekit.store.store import is_store, load
 
     engine, parameters, names = cli.engine_of(values), {"basis": "none"}, list[str]()
     if is_store(store):
-        bases = cli.load_store(store)
+        bases = load(store)
         base, names = cli.base_of(bases, base)[0], bases.facts.tensors
         parameters |= {"exclude": bases.settings.exclude} if bases.settings.exclude else {}
     elif base is None:
@@ -155,7 +158,7 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
     new = {"model": model, "parameters": {"task": task, "weight": values["weight"]}}
     recipe = {"merge_method": "basis_ta", "base_model": base, "models": [new]}
     document = from_mapping(with_paths({**recipe, "parameters": parameters}))
-    inputs = cli.open_models(document, values, names)
+    inputs = read_inputs(document, cli.model_options(values), names)
     doubt, dtype = logging.warning if values["force"] else _refuse, cli.dtype_of(values["dtype"])
     growth = Growth(values["budget"], values["compress"], dtype, doubt)
     _tell(add_to_store(store, inputs, growth, engine))
