@@ -142,7 +142,7 @@ def merge(
 def tvb(*words: object, code: int = 0) -> click.testing.Result:
     """Run `tvb` within this process."""
     with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):
-        done = CliRunner().invoke(cli.main, [str(word) for word in words])
+        done = CliRunner().invoke(cli.main, [str(word) for word in words], prog_name="tvb")
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     assert done.exit_code == code, done.output

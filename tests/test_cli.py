@@ -4,7 +4,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -13,32 +12,19 @@ import click
 import processes
 import pytest
 import tiny
-import torch
 import yaml
-from click.testing import CliRunner, Result
 from commands import recipe, write
+from commands import tvb as run
 from processes import encoded_output
-from safetensors.torch import save_file
 from test_faults import snapshot
 
 from tvb_mergekit import __version__
 from tvb_mergekit.cli.commands import main
-from tvb_mergekit.cli.merging import WAYS
+from tvb_mergekit.cli.stores import WAYS
 from tvb_mergekit.store.facts import read_facts, write_facts
 from tvb_mergekit.store.recipes import ALL_TASKS
 
-TVB = Path(sys.executable).with_name("tvb")
-WEIGHTS = "model.safetensors"
 COMMANDS = "build inspect add undo remove export merge score learn tune".split()
-
-
-def run(*words: object, code: int = 0) -> Result:
-    done = CliRunner().invoke(main, [str(word) for word in words], prog_name="tvb")
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert "Traceback" not in done.output
-    assert done.exit_code == code, done.output
-    return done
 
 
 def refused(*words: object) -> str:
@@ -65,13 +51,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def here(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of `models`, and the current folder."""
     folder = tmp_path / "here"
     shutil.copytree(models, folder, ignore=shutil.ignore_patterns(".*"))
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    yield folder
+    return folder
 
 
 # Help
@@ -102,9 +87,9 @@ def test_help() -> None:
         said = run(*words.split(), "-h").stdout
         assert said == run(*words.split(), "--help").stdout
         assert max(map(len, said.splitlines())) <= 80
-    told = run("-h").stdout.partition("Commands:\n")[2].splitlines()
-    assert [line.split()[0] for line in told] == sorted(COMMANDS)  # one line each
-    assert not [line for line in told if line.endswith("...")]
+    told = run("-h").stdout.partition("Commands:\n")[2]
+    assert [line.split()[0] for line in told.splitlines()] == sorted(COMMANDS)  # one line each
+    assert "..." not in told
 
 
 def test_the_examples_work(here: Path) -> None:
@@ -116,20 +101,17 @@ def test_the_examples_work(here: Path) -> None:
     for command in main.commands.values():
         for words in examples(command):
             main.commands[words[1]].make_context(words[1], words[2:])
-    (here / "store").rename(here / "vectors")
+    shutil.rmtree("store")
     for name in ("build", "merge", "inspect", "add", "undo", "export", "remove"):
         for words in examples(main.commands[name]):
             if words[-2:] == ["--task", "math"] and name == "export":
                 words[3] = "./math-again"  # the test has its model in ./math
-            if "./merged" in words and name == "merge":
+            elif name == "merge":
                 shutil.rmtree("merged", ignore_errors=True)
-            if name == "remove":
-                shutil.rmtree("vectors")
-                shutil.copytree("store", "vectors")
+            elif name == "remove":
+                Path("store").rename("vectors")
             run(*words[1:])
     assert (here / "store.png").is_file() and (here / "merged/basis/basis.json").is_file()
-    for task in ("math", "code", "safety"):
-        assert tiny.load(here / "models" / task).keys() == tiny.load(here / task).keys()
 
 
 def completed(words: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -142,11 +124,10 @@ def completed(words: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_version_and_completion(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("--version").stdout == f"tvb, version {__version__}\n"
-    ways = [*ALL_TASKS, "forget-math", "forget-code", "forget-safety"]
     assert list(ALL_TASKS) == list(WAYS)
     wanted = {
         "exp": ["export"],
-        "merge store out --method ": ways,
+        "merge store out --method ": [*WAYS, "forget-math", "forget-code", "forget-safety"],
         "merge store out --method forget-s": ["forget-safety"],
         "export store out --task ": ["math", "code", "safety"],
         "remove store --task c": ["code"],
@@ -154,6 +135,12 @@ def test_version_and_completion(here: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "export nope out --task ": [],
     }
     assert {words: completed(words, monkeypatch) for words in wanted} == wanted
+    monkeypatch.setenv("COMP_WORDS", "tvb export store out --task ma")
+    monkeypatch.setenv("COMP_CWORD", "5")
+    without = "import sys; sys.modules['torch'] = None; from tvb_mergekit.__main__ import main"
+    without += "; main(prog_name='tvb')"
+    done = subprocess.run([sys.executable, "-c", without], capture_output=True)
+    assert done.stdout == b"plain,math\n"
 
 
 # How a command starts
@@ -162,22 +149,15 @@ HEAVY = ("mergekit", "transformers", "peft", "numba", "matplotlib")
 LIGHT = {
     "--help": ("torch", "numpy", "rich", *HEAVY),
     **{f"{name} --help": ("torch", "numpy", "rich", *HEAVY) for name in COMMANDS},
-    "complete merge store out --method ": ("torch", "numpy", "rich", *HEAVY),
     "score nope --out table": ("torch", *HEAVY), "inspect store": HEAVY,
-    "inspect store --json": HEAVY,
 }  # fmt: skip
 PROBE = """
-import contextlib, io, os, sys
+import contextlib, io, sys
 from tvb_mergekit.__main__ import main
 for words, unwanted in {light!r}.items():
-    asked = words.split(" ")
-    os.environ.pop("_TVB_COMPLETE", None)
-    if asked[0] == "complete":
-        number = str(len(asked) - 1)
-        os.environ |= dict(_TVB_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=number)
-    sys.stdout, sys.stderr, shown = io.TextIOWrapper(io.BytesIO()), io.StringIO(), sys.stdout
-    with contextlib.suppress(SystemExit): main(asked, prog_name="tvb")
-    sys.stdout = shown
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try: main(words.split(), prog_name="tvb")
+        except SystemExit: pass
     print(words, [name for name in unwanted if name in sys.modules])
 """
 
@@ -204,8 +184,6 @@ REFUSED: dict[str, str] = {
     "inspect nope": "nope: no such folder",
     "inspect math": "math is not a store",
     "build recipe.yml base": "is the input base",
-    "build recipe.yml store": "already holds",
-    "build recipe.yml out --lossless --keep 0.5": "choose one of",
     "build recipe.yml out --device gpu": "device `gpu` cannot be used here: Expected one of cpu",
     "export store math --task math": "already holds weight files",
     "export store out": "give one of --task NAME and --all",
@@ -217,7 +195,6 @@ REFUSED: dict[str, str] = {
     "add store new-model --task math": "/store already: give another name",
     "add fresh math --task math": "a new one needs --base BASE",
     "inspect store --plot x.txt": "name a .png, .svg or .pdf file",
-    "inspect store --plot nope/x.png": "in a folder that exists",
 }
 
 
@@ -230,11 +207,6 @@ def test_words_that_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with mock.patch("tvb_mergekit.figures.find_spec", return_value=None):
         assert "pip install" in refused("inspect", "recipe.yml", "--plot", "x.png")
     assert run(code=2).stderr.startswith("Usage: tvb")
-    done = subprocess.run([TVB, "build", "recipe.yml", ""], capture_output=True, timeout=120)
-    assert (done.returncode, done.stderr.count(b"\n")) == (1, 1)
-
-
-# Names, places and pipes
 
 
 def test_a_reader_that_has_seen_enough(here: Path) -> None:
@@ -243,26 +215,21 @@ def test_a_reader_that_has_seen_enough(here: Path) -> None:
         assert ended.err == "" and ended.code == 1
 
 
-STRANGE = ["tür [red]x", "-dash", "数学"]
-
-
 def test_strange_names(here: Path) -> None:
-    for name in STRANGE:
-        shutil.copytree(here / "code", here / name)
-        tensors = {n: t + 0.01 * torch.randn_like(t) for n, t in tiny.load(here / name).items()}
-        save_file(tensors, here / name / WEIGHTS, {"format": "pt"})
-    made_of = recipe("basis_ta", Path("base"), STRANGE, basis="balanced", num_bases=2)
+    strange = {"math": "tür [red]x", "code": "-dash", "safety": "数学"}
+    for name, to in strange.items():
+        (here / name).rename(here / to)
+    made_of = recipe("basis_ta", Path("base"), list(strange.values()), basis="pca", num_bases=2)
     write(made_of, here / "strange recipe")
     run("build", "strange recipe.yml", "a [store]", "--quiet")
     said = run("inspect", "a [store]", "--plot", "ü [red] 'x'.svg").stdout
-    for name in STRANGE:
+    for name in strange.values():
         assert name in said
         run("export", "a [store]", "one", f"--task={name}", "--quiet")
         shutil.rmtree(here / "one")
-    for encoding, told in {"ascii": "t\\xfcr [red]x", "latin-1": "\\u6570\\u5b66"}.items():
-        fault = partial(encoded_output, encoding)
-        done = processes.run(["tvb", "inspect", "a [store]"], here, fault, COLUMNS="60")
-        assert done.code == 0 and told in done.out
+    words = ["tvb", "inspect", "a [store]"]
+    done = processes.run(words, here, partial(encoded_output, "ascii"), COLUMNS="60")
+    assert done.code == 0 and "t\\xfcr [red]x" in done.out and done.out.isascii()
 
 
 def test_a_base_that_has_moved_where_mergekit_would_split_its_name(here: Path) -> None:
@@ -280,4 +247,4 @@ def test_a_base_that_has_moved_where_mergekit_would_split_its_name(here: Path) -
     run(*export, *options)
     run("add", store, folder / "new-model", "--task", "new", *options)
     run("merge", store, here / "one", "--method", "add", *options)
-    assert (here / "one" / WEIGHTS).is_file()
+    assert (here / "one/model.safetensors").is_file()

@@ -15,10 +15,9 @@ import click
 
 from tvb_mergekit import __version__
 from tvb_mergekit.cli.learn import learn
-from tvb_mergekit.cli.merging import export, merge
 from tvb_mergekit.cli.options import Commands
 from tvb_mergekit.cli.score import score
-from tvb_mergekit.cli.stores import add, build, inspect, remove, undo
+from tvb_mergekit.cli.stores import add, build, export, inspect, merge, remove, undo
 from tvb_mergekit.cli.tune import tune
 
 
@@ -52,7 +51,5 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
 
 
-for each in (
-    build, inspect, add, undo, remove, export, merge, score, learn, tune
-):  # fmt: skip
+for each in (build, inspect, add, undo, remove, export, merge, score, learn, tune):
     main.add_command(each)

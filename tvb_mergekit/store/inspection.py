@@ -92,10 +92,7 @@ class Inspection:
 
 
 def as_json(inspection: Inspection) -> dict[str, Any]:
-    """Facts and derived numbers in plain JSON types: null if unknown.
-
-    Matrices are lists of rows. Lists by task are in the order of `tasks`.
-    """
+    """Facts and numbers in plain JSON types, null if unknown; matrices are lists of rows."""
     cosine, tensors = inspection.cosines, inspection.tensors
     derived = ("sizes", "bytes", "bits", "errors", "choices")
     return {
