@@ -1,4 +1,4 @@
-"""Shared parts of the commands: options, completion, mistakes as one line, and what they open."""
+"""Shared parts of the commands: options, completion, mistakes as one line, opening of inputs."""
 
 from __future__ import annotations
 
@@ -144,12 +144,11 @@ def command(
 
 def import_mergekit() -> None:
     """Import mergekit and the adapter. Exit if the hook has refused this mergekit."""
-    if "tvb_mergekit.plugin.inputs" not in sys.modules:
-        with phase("Importing mergekit"):
-            importlib.import_module("mergekit.merge")
-            if tvb_mergekit_hook.problem_shown():
-                sys.exit(1)
-            importlib.import_module("tvb_mergekit.plugin.inputs")
+    with phase("Importing mergekit"):
+        importlib.import_module("mergekit.merge")
+        if tvb_mergekit_hook.problem_shown():
+            sys.exit(1)
+        importlib.import_module("tvb_mergekit.plugin.inputs")
 
 
 def model_options(values: dict[str, Any]) -> Options:
@@ -182,7 +181,7 @@ def dtype_of(name: str | None) -> torch.dtype | None:
 
 
 def engine_of(values: dict[str, Any]) -> Engine:
-    """The engine of a command's options. Of several processes one shows progress."""
+    """The engine of a command's options. One of several processes shows progress."""
     from tvb_mergekit.tensors.stream import Engine
 
     return Engine(device_of(values["device"]), bars(values["quiet"] or not ranks.world().leads))

@@ -34,8 +34,7 @@ def build(recipe: str, store: str, dtype: str | None, **values: Any) -> None:
 
     With `basis` or `num_bases` in RECIPE the task vectors are compressed into M bases, for merges.
     Without them STORE keeps every task: adapters as their factors, models in bfloat16 or float16 to
-    the bit, others as float32. --keep keeps a random sample of the entries of each task vector,
-    scaled up: unbiased, in few bytes.
+    the bit, others as float32. --keep stores a random sample of the entries of each task vector.
 
     \b
     Example:
@@ -203,7 +202,7 @@ def remove(store: str, task: str) -> None:
 
 
 def _tell(bases: Bases) -> None:
-    """Print what a store holds and what it loses, and how to get tasks back, after a change."""
+    """Print vectors, bytes and errors of a store after a change, and how to get tasks back."""
     from tvb_mergekit.cli.inspect import forms, size_line
     from tvb_mergekit.store.inspection import Inspection
 

@@ -22,7 +22,7 @@ NUMBERS = ("gram", "eigenvalues", "encoder", "decoder", "reconstruction")
 
 @dataclass(frozen=True, eq=False)
 class Inspection:
-    """Facts and tensors of a merge, a store or (not `built`) a recipe, and what follows from them.
+    """Facts and tensors of a merge, a store or (not `built`) a recipe, and derived numbers.
 
     Without G of the task vectors, `gram` and `cosines` are None and `choices` are empty.
     """
@@ -75,7 +75,7 @@ class Inspection:
 
     @property
     def sizes(self) -> dict[str, int] | None:
-        """Bytes of the models and of what a store holds in their place."""
+        """Bytes of the models, and of the files of a store in their place."""
         if self.store is None:
             return None
         return {"models": self.store.model_bytes, "store": of_files(self.store.held.values())}
