@@ -181,11 +181,10 @@ def test_tables_and_pictures_of_each_kind(kind: str, made: Path, tmp_path: Path)
 NASTY = ["[red]bold[/red]", "<script>alert(1)</script>", "$x_1$ & \\frac", ":smile:", "\x1b[2J\n"]
 
 
-def edge(tasks: int, names: list[str] | None = None, **changes: Any) -> Inspection:
+def edge(names: list[str], **changes: Any) -> Inspection:
     """A merge of as many tasks, to the mean of all."""
-    draw = np.random.default_rng(tasks)
+    draw, tasks = np.random.default_rng(len(names)), len(names)
     vectors = draw.standard_normal((40, tasks)) * 10 ** draw.uniform(-3, 3, tasks)
-    names = names or [f"task-{i}" for i in range(tasks)]
     norms = dict(zip(["base", *names], [9.0, *np.linalg.norm(vectors, axis=0)], strict=True))
     facts: dict[str, Any] = {
         **dict.fromkeys(("loss", "spectral_bound")),
@@ -200,20 +199,19 @@ def edge(tasks: int, names: list[str] | None = None, **changes: Any) -> Inspecti
 
 
 EDGES = {
-    "one task": lambda: edge(1),
-    "many tasks": lambda: edge(14),
-    "nasty names": lambda: edge(5, NASTY),
-    "errors not known": lambda: edge(3, errors={f"task-{i}": None for i in range(3)}),
-    "a task called base": lambda: edge(2, ["other", "base task"]),
+    "one task": lambda: edge(["a"]),
+    "many tasks": lambda: edge([f"task-{i}" for i in range(14)]),
+    "nasty names": lambda: edge(NASTY),
+    "errors not known": lambda: edge([*"abc"], errors=dict.fromkeys("abc")),
+    "a task called base": lambda: edge(["other", "base task"]),
 }
 
 
 @pytest.mark.parametrize("name", EDGES)
 def test_edges(name: str, tmp_path: Path) -> None:
     inspection = EDGES[name]()
-    for width, encoding in ((20, "utf-8"), (60, "utf-8"), (200, "utf-8"), (60, "ascii")):
-        raw = io.BytesIO()
-        file = io.TextIOWrapper(raw, encoding=encoding, newline="")
+    for width, encoding in ((20, "utf-8"), (200, "utf-8"), (60, "ascii")):
+        file = io.TextIOWrapper(raw := io.BytesIO(), encoding=encoding, newline="")
         print_inspection(inspection, Console(file=file, width=width))
         file.flush()
         text = raw.getvalue().decode(encoding)
@@ -221,29 +219,20 @@ def test_edges(name: str, tmp_path: Path) -> None:
         assert width < 60 or max(map(len, text.splitlines())) <= width
     told = json.loads(json.dumps(as_json(inspection), allow_nan=False))
     assert told["tasks"] == inspection.facts.tasks and len(told["cosines"]) == len(told["tasks"])
-    own = {"what", "num_tasks", "choices", "sizes", "bytes", "bits", "gram"}
-    assert set(told) >= {*Facts.model_fields} - {"seconds"} | own
     pytest.importorskip("matplotlib")
-
     plot(inspection, tmp_path / "a.png")
-    plot(inspection, str(tmp_path / "b.PNG"))
-    one, other = ((tmp_path / name).read_bytes() for name in ("a.png", "b.PNG"))
-    assert one == other and one.startswith(b"\x89PNG\r\n\x1a\n")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_a_report_that_does_not_fit(made: Path, tmp_path: Path) -> None:
-    folder = made / "merge" / "basis"
+def test_a_report_that_is_damaged(made: Path) -> None:
     for name in ("basis.json", "basis.safetensors"):
-        file = folder / name
+        file = made / "merge" / "basis" / name
         before = file.read_bytes()
-        for content in (before[:-7], b"", before.replace(b"0", b"1", 5)):
+        for content in (before[:-7], b""):
             file.write_bytes(content)
-            if content[:8] != before[:8] or name == "basis.json" or len(content) < len(before):
-                with pytest.raises(UserError, match="cannot be read"):
-                    read_output(folder)
+            with pytest.raises(UserError, match="cannot be read"):
+                read_output(file.parent)
         file.write_bytes(before)
-    for words in (["--plot", tmp_path / "a.gif"], ["--plot", tmp_path / "none/a.png"]):
-        assert "a." in tvb("inspect", made / "merge", *words, code=1).stderr
 
 
 # Recipes: refused where merges refuse them, in the same words

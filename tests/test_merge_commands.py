@@ -1,19 +1,15 @@
 """Merging commands as users type them: what they print, refuse and leave behind."""
 
 import os
-from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import processes
 import pytest
 import torch
 from commands import Result, assert_close, assert_same, merge, recipe, refused, write
 from mergekit import merge_methods
-from mergekit.common import ModelReference
 from reference import Dense, expect
 from safetensors.torch import save_file
 from tiny import TASKS, family, llama, load
@@ -21,8 +17,6 @@ from worlds import FAMILIES, World
 from yaml.reader import Reader
 
 import tvb_mergekit
-from tvb_mergekit.plugin.document import read_document
-from tvb_mergekit.plugin.inputs import Options, read_inputs
 from tvb_mergekit.tensors import checkpoint
 
 BALANCED = {"basis": "balanced", "num_bases": 2}
@@ -160,78 +154,3 @@ def test_mergekit_multi_merges_what_it_has_merged(inputs, tmp_path):
         assert_close(out.tensors, dense.split(dense.theta + 0.5 * dense.tau[:, 0]), dense.base)
         change_unsampled(base)
         change_unsampled(models[2])
-
-
-# Hundreds of models: planning grows with their number, and too many open files are named
-
-
-MANY = 140  # mergekit keeps 128 configurations
-
-
-@pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
-    """A base and MANY models in several shards: two, under as many names."""
-    folder = tmp_path_factory.mktemp("many")
-    base, pair = family(folder, tasks=("a", "b"), max_shard_size="30KB", tokenizer=False)
-    made = []
-    for index in range(MANY):
-        model = folder / f"task-{index}"
-        model.mkdir()
-        for file in pair[index % 2].iterdir():
-            os.link(file, model / file.name)
-        made.append(model)
-    return base, made
-
-
-@pytest.fixture
-def calls() -> Iterator[Counter[str]]:
-    """How often planning compares two models, reads a configuration, and parses a header."""
-    seen: Counter[str] = Counter()
-
-    def counted(owner: Any, name: str) -> Any:
-        original = getattr(owner, name)
-
-        def call(*args: Any, **keys: Any) -> Any:
-            seen[name] += 1
-            return original(*args, **keys)
-
-        return mock.patch.object(owner, name, call)
-
-    with (
-        counted(ModelReference, "__eq__"),
-        counted(ModelReference, "config"),
-        counted(checkpoint, "_read_safetensors_header"),
-    ):
-        yield seen
-
-
-def test_planning_grows_with_the_models_alone(many, tmp_path, calls):
-    base, models = many
-    found = []
-    for count in (MANY // 7, MANY):
-        calls.clear()
-        made = write(recipe("basis_ta", base, models[:count]), tmp_path / str(count))
-        inputs = read_inputs(read_document(made), Options())
-        assert len(inputs.tasks) == count and len(inputs.items[0].inputs) == count
-        shards = sum(len([*path.glob("*.safetensors")]) for path in (base, *models[:count]))
-        assert calls["_read_safetensors_header"] == shards  # each once
-        found.append(dict(calls))
-    few, all_ = found
-    assert all_["config"] <= 7.7 * few["config"]
-    assert all_["__eq__"] <= 7.7 * few["__eq__"]
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
-def test_more_files_than_may_be_open(many: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    import resource
-
-    base, models = many
-    made = write(recipe("basis_ta", base, models[:30], num_bases=2), tmp_path / "made")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = len(os.listdir("/proc/self/fd")) + 20
-    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
-    try:
-        line = refused("build", made, tmp_path / "store", "--quiet")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert "Too many open files" in line

@@ -17,7 +17,7 @@ import tiny
 import torch
 import xxhash
 from click.testing import CliRunner
-from commands import assert_close, contents, merge, ready, recipe, refused, tvb, write
+from commands import contents, merge, ready, recipe, refused, tvb, write
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -129,24 +129,16 @@ def test_a_link_out_of_the_store_is_refused_and_its_target_stays(here: Path) -> 
 
 
 KEYS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "no weight of a task": lambda found: found["parameters"]["weights"].pop("a"),
     "a weight of 0": lambda found: found["parameters"]["weights"].update(a=0.0),
     "no norm of a task": lambda found: found["norms"].pop("a"),
-    "no matrix norms": lambda found: found.update(matrix_norms={}),
-    "no errors": lambda found: found.update(errors={}),
     "no files of a model": lambda found: found["vectors"][0].update(files=[]),
     "another vector": lambda found: found["vectors"][0].update(name="A"),
-    "a vector less": lambda found: found["vectors"].pop(),
     "a vector twice": lambda found: found["vectors"].append(found["vectors"][0]),
-    "tasks twice": lambda found: found.update(tasks=["a", "a", "c"]),
     "a share of 2": lambda found: found["vectors"][0].update(share=2.0),
     "bytes below 0": lambda found: found["numbers"].update(bytes=-1),
     "another codec": lambda found: found["vectors"][0].update(codec="zip"),
-    "an adapter": lambda found: found["vectors"][0].update(codec="adapter"),
     "other tensors": lambda found: found["tensors"].pop(),
-    "no numbers": lambda found: found.update(numbers=None),
     "no weights of a vector": lambda found: found["vectors"][0].update(weights=None),
-    "version 2": lambda found: found.update(format_version=2),
     "version 4": lambda found: found.update(format_version=4),
 }
 
@@ -379,14 +371,7 @@ def test_a_store_that_may_only_be_read(here: Path) -> None:
         ended = run(["tvb", *words.split()], here, unprivileged)
         assert ended.code == 0, ended
     for words in ("undo lossless", "remove lossless --task a", "add lossless d --task d"):
-        ended = run(
-            [
-                "tvb",
-                *words.split(),
-            ],
-            here,
-            unprivileged,
-        )
+        ended = run(["tvb", *words.split()], here, unprivileged)
         assert ended.code == 1 and ended.err.splitlines()[-1].startswith("Error: cannot write")
     assert contents(here / "lossless") == before
 
@@ -425,52 +410,36 @@ def test_a_store_that_was_moved_finds_its_base(moved: bool, here: Path, tmp_path
 # What it says
 
 
-def test_what_is_lost_is_said_where_it_is_lost(
-    here: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_lost_is_said_where_it_is_lost(here: Path, caplog: Any) -> None:
     base, models = here / "base", [here / task for task in "abcd"]
     made = recipe("basis_ta", base, models, basis="balanced", num_bases=2)
     said = tvb("build", write(made, here / "two"), "two", "--quiet").stdout
     errors = store.load("two").facts.errors
     worst = max(errors, key=lambda task: errors[task] or 0)
     assert f"Largest relative error of a task: {errors[worst]:.3g} ({worst})." in said
-    assert "To get tasks back, build without `basis` and `num_bases`; keep the models" in said
     tvb("export", "two", "out", "--task", worst, "--quiet")
     told = f"{worst}: its reconstruction has a relative error of {errors[worst]:.2f}"
     assert told in caplog.text and told in (here / "out/README.md").read_text()
     # the true error is the one that is told
-    start, want = tiny.load(base), tiny.load(here / worst)
-    found, away = tiny.load(here / "out"), [0.0, 0.0]
-    for name, theta in start.items():
-        away[0] += float((found[name].double() - want[name].double()).square().sum())
-        away[1] += float((want[name].double() - theta.double()).square().sum())
-    assert (away[0] / away[1]) ** 0.5 == pytest.approx(errors[worst], abs=0.05)  # bfloat16
-    caplog.clear()
-    for kind, told in {"sampled": "without --keep", "lossless": ""}.items():
-        tvb("export", kind, kind + "-out", "--task", "a", "--quiet")
-        assert (told in caplog.text) if told else not caplog.text
-        assert ("its reconstruction has" in (here / f"{kind}-out/README.md").read_text()) == bool(
-            told
-        )
-        caplog.clear()
+    start, want, found = (tiny.load(here / name) for name in ("base", worst, "out"))
+    lost = sum(float((found[n].double() - want[n].double()).square().sum()) for n in start)
+    away = sum(float((want[n].double() - start[n].double()).square().sum()) for n in start)
+    assert (lost / away) ** 0.5 == pytest.approx(errors[worst], abs=0.05)  # bfloat16
     tvb("add", "grown", "e", "--task", "e", "--quiet")
-    tvb("export", "grown", "grown-out", "--task", "a", "--quiet")
-    assert "an unknown relative error" in caplog.text
+    for kind, said in {"sampled": "without --keep", "lossless": "", "grown": "unknown"}.items():
+        caplog.clear()
+        tvb("export", kind, f"{kind}-out", "--task", "a", "--quiet")
+        assert said in caplog.text if said else not caplog.text
 
 
 def test_only_a_lossless_store_is_told_that_models_may_go(here: Path) -> None:
-    delete = "you may delete the models, but not the base"
-    files = [here / f"{task}" for task in "ab"]
-    for words, lossless in {(): True, ("--lossless",): True, ("--keep", "0.5"): False,
-                            ("--dtype", "bfloat16"): False}.items():  # fmt: skip
+    delete, files = "you may delete the models, but not the base", [here / "a", here / "b"]
+    for words in ((), ("--lossless",), ("--keep", "0.5"), ("--dtype", "bfloat16")):
         out = here / f"new{'-'.join(words)}"
         said = tvb("build", write(recipe("basis_ta", here / "base", files), out), out, *words)
-        assert (delete in said.stdout) == lossless, words
-    grown = tvb("add", out, "c", "--task", "c", "--quiet").stdout
-    assert delete not in grown and delete in tvb("add", "lossless", "d", "--task", "d").stdout
+        assert (delete in said.stdout) == ("--lossless" in words or not words), words
+    assert delete not in tvb("add", out, "c", "--task", "c", "--quiet").stdout
+    assert delete in tvb("add", "lossless", "d", "--task", "d").stdout
     # a model that does not fit is dense: not all bits come back
     wide = changed(here / "e", here / "wide", lambda _, t: t.float())
     assert delete not in tvb("add", "lossless", wide, "--task", "wide", "--quiet").stdout
-    tvb("export", "lossless", "out", "--task", "wide", "--dtype", "float32", "--quiet")
-    want = {name: tensor.double() for name, tensor in tiny.load(wide).items()}
-    assert_close(tiny.load(here / "out"), want, tiny.load(here / "base"))
