@@ -58,7 +58,6 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("core/matrices.py", "flat = kind.smallest_normal *", "flat = 0 *"),
     ],
     "test_codecs.py": [
-        ("core/gram.py", "gram.diagonal().mul_(", "gram.diagonal().div_("),
         ("core/methods/wudi.py", "square.diagonal().mul_(share)", "pass"),
         ("core/methods/wudi.py", "norms *= norms.new_tensor(shares).sqrt()", "pass"),
         ("core/methods/wudi.py", "columns and min(shares) == 1", "columns"),
@@ -67,12 +66,11 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("core/online.py", "self.gram is not None and", "True and"),
     ],
     SUMS: [
-        ("core/gram.py", "left[:, whole:] @ right[:, whole:].T", "left[:, :0] @ right[:, :0].T"),
-        ("core/gram.py", "1.0 if len(shape) > 1", "1.0 if len(shape) > 2"),
+        ("core/gram.py", "add_(rest @ rest.T)", "add_(0)"),
         ("core/gram.py", "gram=self.gram * torch.outer(w, w)", "gram=self.gram * w"),
     ],
     f"{MERGING} -k gram_matrix_says": [
-        ("core/basis.py", "norm > ratio * base_norm", "norm > base_norm"),
+        ("core/basis.py", "norm > WRONG_BASE_RATIO * base_norm", "norm > base_norm"),
         ("core/basis.py", "> (1 - 1e-6) * torch.outer(norms, norms)", "> 1 - 1e-6"),
     ],
     f"{MERGING} -k merging_equals": [

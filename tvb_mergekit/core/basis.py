@@ -109,9 +109,8 @@ def check_output(name: str, merged: Tensor, dtype: torch.dtype) -> None:
 
 
 # A fine-tuned model moves by about half a percent of the base's norm (the paper's table of task
-# vector norms); another pre-training run lies at about 1.4 times the norm.
+# vector norms); another pre-training run lies at about 1.4 times the norm of the matrices.
 WRONG_BASE_RATIO = 0.5
-UNRELATED_RATIO = 1.2  # below 1.4, and out of reach of fine-tuning
 LARGE_RATIO = 5  # to the median of the other task vectors' norms
 
 
@@ -304,18 +303,15 @@ def before_gram(settings: Settings, tasks: Sequence[str], weights: Sequence[floa
     return Basis(settings, tasks, GramSums.zero(count, inner=False), encoding, weights)
 
 
-def unlike(
-    norm: float, base_norm: float, others: Sequence[float] = (), ratio: float = WRONG_BASE_RATIO
-) -> str | None:
+def unlike(norm: float, base_norm: float, others: Sequence[float]) -> str | None:
     """Say why a model seems not fine-tuned from the base; None if it may be.
 
     Args:
-        norm: ||tau||, unweighted, over all tensors or over the matrices (`GramSums.sizes`).
+        norm: ||tau||, unweighted.
         base_norm: ||theta_0||; 0 if the base was not read (adapters).
         others: norms of the other task vectors.
-        ratio: the largest norm of a plausible task vector, relative to ||theta_0||.
     """
-    if base_norm and norm > ratio * base_norm:
+    if base_norm and norm > WRONG_BASE_RATIO * base_norm:
         than = f"the base's {base_norm:.4g}; fine-tuning moves a model by a few percent"
     elif others and norm > LARGE_RATIO * (median := statistics.median(others)) > 0:
         than = f"the median of the other tasks' {median:.4g}"
@@ -326,24 +322,20 @@ def unlike(
 
 def warnings(basis: Basis, models: Mapping[str, str]) -> list[str]:
     """Lines on suspicious task vectors, by the Gram matrix; `models` maps task -> model."""
-    lines = []
-    scales = [abs(weight) for weight in basis.weights]
-    base_size, *scaled = basis.sums.sizes
-    sizes = [size / scale for size, scale in zip(scaled, scales, strict=True)]
-    base_norm = basis.sums.base_norm_squared**0.5
-    norms = basis.sums.gram.diagonal().sqrt()
-    for index, task in enumerate(basis.tasks):
-        others = sizes[:index] + sizes[index + 1 :]
-        reason = unlike(sizes[index], base_size, others, UNRELATED_RATIO)
-        if reason := reason or unlike(float(norms[index]) / scales[index], base_norm):
+    lines, sums, tasks = [], basis.sums, basis.tasks
+    norms = [n / abs(weight) for n, weight in zip(sums.norms, basis.weights, strict=True)]
+    for index, task in enumerate(tasks):
+        others = norms[:index] + norms[index + 1 :]
+        if reason := unlike(norms[index], sums.base_norm_squared**0.5, others):
             lines.append(
                 f"task `{task}` ({models[task]}): {reason}: is it fine-tuned from this base?"
             )
-    alike = basis.sums.gram.abs() > (1 - 1e-6) * torch.outer(norms, norms)
+    lengths = sums.gram.diagonal().sqrt()
+    alike = sums.gram.abs() > (1 - 1e-6) * torch.outer(lengths, lengths)
     for index, row in enumerate(alike.tolist()):
         if True in row[:index]:
             lines.append(
-                f"tasks `{basis.tasks[row.index(True)]}` and `{basis.tasks[index]}` have the same "
-                "task vector up to scale: one model under two names?"
+                f"tasks `{tasks[row.index(True)]}` and `{tasks[index]}` have the same task vector "
+                "up to scale: one model under two names?"
             )
     return lines

@@ -9,9 +9,8 @@ two task vectors is sum((B1^T B2) * (A1 A2^T)), without a tensor of the size of 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,63 +22,30 @@ AT_ONCE = 2**17  # elements that are checked or made at once
 NO_TENSOR = "no tensor takes part: every floating-point tensor is excluded or missing in a model"
 
 
-def _squares_of(base: float, gram: Tensor) -> Tensor:
-    """||theta_0||^2 and ||tau_i||^2 [1 + T]."""
-    return torch.cat([gram.new_tensor([base]), gram.diagonal()])
-
-
 @dataclass
 class GramSums:
-    """Sums over tensors; all in float64 on the CPU.
+    """Sums over tensors.
 
     Attributes:
-        gram: T^T T [T, T].
+        gram: T^T T [T, T], float64 on the CPU.
+        base_norm_squared: ||theta_0||^2.
         inner: Whether it has the inner products of different task vectors, or zeros there.
-        matrix_squares: ||theta_0||^2 and ||tau_i||^2 over tensors of two or more dimensions,
-            [1 + T].
     """
 
     gram: Tensor
     base_norm_squared: float = 0.0
     num_parameters: int = 0
-    matrix_squares: Tensor = field(kw_only=True)
     inner: bool = True
 
     @classmethod
     def zero(cls, tasks: int, inner: bool = True) -> GramSums:
-        gram = torch.zeros(tasks, tasks, dtype=torch.float64, device="cpu")
-        return cls(gram, matrix_squares=_squares_of(0, gram), inner=inner)
-
-    @classmethod
-    def of_tensor(
-        cls,
-        gram: Tensor,
-        base_square: float,
-        shape: Sequence[int],
-        drawn: Sequence[float],
-        inner: bool,
-    ) -> GramSums:
-        """The sums of one tensor.
-
-        Args:
-            gram: Z^T Z [T, T] of the vectors that were read.
-            drawn: E||tau_i||^2 / E||z_i||^2, [T]: below 1 for random samples.
-        """
-        gram.diagonal().mul_(gram.new_tensor(drawn))
-        matrix = _squares_of(base_square, gram) * (1.0 if len(shape) > 1 else 0.0)
-        return cls(gram, base_square, math.prod(shape), matrix_squares=matrix, inner=inner)
+        return cls(torch.zeros(tasks, tasks, dtype=torch.float64, device="cpu"), inner=inner)
 
     @property
-    def sizes(self) -> list[float]:
-        """||theta_0|| and ||tau_i|| over the matrices; without matrices over all tensors.
-
-        Norm layers of ones would lengthen ||theta_0|| and hide that a model is unlike the base.
-        """
-        squares = self.matrix_squares
-        if not squares.any():
-            squares = _squares_of(self.base_norm_squared, self.gram)
-        sizes: list[float] = squares.clamp(min=0).sqrt().tolist()
-        return sizes
+    def norms(self) -> list[float]:
+        """||tau_i||, [T]."""
+        found: list[float] = self.gram.diagonal().clamp(min=0).sqrt().tolist()
+        return found
 
     def plus(self, other: GramSums) -> GramSums:
         """The sums over both parts. Added in order, they do not depend on processes and threads."""
@@ -87,33 +53,34 @@ class GramSums:
             self.gram + other.gram,
             self.base_norm_squared + other.base_norm_squared,
             self.num_parameters + other.num_parameters,
-            matrix_squares=self.matrix_squares + other.matrix_squares,
-            inner=self.inner and other.inner,
+            self.inner and other.inner,
         )
 
     def scaled(self, weights: Sequence[float]) -> GramSums:
         """The sums for task vectors scaled by `weights` [T]: exact, since G is bilinear."""
         w = self.gram.new_tensor(weights)
-        squares = self.matrix_squares * self.gram.new_tensor([1.0, *weights]) ** 2
-        return replace(self, gram=self.gram * torch.outer(w, w), matrix_squares=squares)
+        return replace(self, gram=self.gram * torch.outer(w, w))
 
 
-def products(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right^T in float64: complete runs of SUMMED by one batched product, then the rest."""
-    count = left.shape[1] // SUMMED
-    whole = count * SUMMED
-    lefts = left[:, :whole].unflatten(1, (count, SUMMED)).transpose(0, 1)
-    rights = right[:, :whole].unflatten(1, (count, SUMMED)).permute(1, 2, 0)
-    total = torch.bmm(lefts, rights).sum(0, dtype=torch.float64)
-    return total.add_(left[:, whole:] @ right[:, whole:].T)
+def products(rows: Tensor) -> Tensor:
+    """X X^T in float64 of X [R, n]: one batched product over all complete runs, then the rest."""
+    runs, rest = _runs(rows)
+    runs = runs.transpose(0, 1)
+    return torch.bmm(runs, runs.mT).sum(0, dtype=torch.float64).add_(rest @ rest.T)
 
 
 def squares(rows: Tensor) -> Tensor:
-    """Squared norms of the rows of [R, n], [R] float64; float32 sums as in `products`."""
-    whole = rows.shape[1] // SUMMED * SUMMED
-    blocks = rows[:, :whole].unflatten(1, (-1, SUMMED)) if whole else rows[:, None, :0]
-    total: Tensor = torch.linalg.vector_norm(blocks, dim=2).double().square_().sum(1)
-    return total.add_(torch.linalg.vector_norm(rows[:, whole:], dim=1).double().square_())
+    """The diagonal of `products`, [R]."""
+    runs, rest = (torch.linalg.vector_norm(each, dim=-1).double() for each in _runs(rows))
+    total: Tensor = runs.square().sum(1) + rest.square()
+    return total
+
+
+def _runs(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The complete runs [R, k, SUMMED], and the columns after them."""
+    count = rows.shape[1] // SUMMED
+    whole = count * SUMMED
+    return rows[:, :whole].unflatten(1, (count, SUMMED)), rows[:, whole:]
 
 
 def symmetric(square: Tensor) -> Tensor:
@@ -124,29 +91,30 @@ def symmetric(square: Tensor) -> Tensor:
 def check_copied(name: str, tensor: Tensor, excluded: bool) -> None:
     """Raise UserError if a tensor that stays the base's is damaged: an excluded one, such as a
     mask, may hold infinity."""
-    nan, inf = count_not_finite(tensor) if tensor.is_floating_point() else (0, 0)
+    nan, inf = count_not_finite(tensor)
     if nan or (inf and not excluded):
-        raise UserError(_damaged(name, "the base", nan, inf, tensor.numel(), excluded))
+        raise UserError(_damaged(name, "the base", tensor, excluded))
 
 
 def not_finite(name: str, base: Tensor, models: Iterable[Tensor], tasks: Sequence[str]) -> str:
     """A message that names the first input of one tensor with NaN or infinity."""
     named = zip((f"task `{task}`" for task in tasks), models, strict=True)
     for who, tensor in (("the base", base), *named):
-        nan, inf = count_not_finite(tensor)
-        if nan or inf:
-            return _damaged(name, who, nan, inf, tensor.numel())
+        if any(count_not_finite(tensor)):
+            return _damaged(name, who, tensor)
     return (
         f"tensor `{name}`: the products of its task vectors overflow float32; the models are "
         "not fine-tuned from this base"
     )
 
 
-def _damaged(name: str, who: str, nan: int, inf: int, numel: int, excluded: bool = False) -> str:
+def _damaged(name: str, who: str, tensor: Tensor, excluded: bool = False) -> str:
+    nan, inf = count_not_finite(tensor)
     other = "" if excluded else ", or leave the tensor out with `exclude`"
     return (
-        f"tensor `{name}` of {who} holds {nan:,} NaN and {inf:,} infinite values of {numel:,}; "
-        f"this checkpoint is damaged or its training diverged: take another{other}"
+        f"tensor `{name}` of {who} holds {nan:,} NaN and {inf:,} infinite values of "
+        f"{tensor.numel():,}; this checkpoint is damaged or its training diverged: take another"
+        f"{other}"
     )
 
 
@@ -192,25 +160,20 @@ def cores_of(updates: Sequence[Factors]) -> tuple[Tensor, Tensor, Tensor]:
     return left, torch.stack(cores), right
 
 
-def factor_gram(updates: Sequence[Mapping[str, Factors]]) -> GramSums:
-    """The Gram matrix [T, T] float64 of T task vectors, each given by the factors of its matrices.
+def factor_gram(matrices: Iterable[Sequence[Factors]], tasks: int) -> GramSums:
+    """The Gram matrix [T, T] float64 of T task vectors by the T factors of each of their matrices.
 
-    A matrix without factors counts as zero; `num_parameters` counts matrices with factors of any
-    task. Costs O(R^2 (out + in)) a matrix for the sum R of the ranks.
+    Costs O(R^2 (out + in)) a matrix for the sum R of the ranks.
     """
-    sums = GramSums.zero(len(updates))
-    # Sorted: sums must not depend on the order of files.
-    for name in sorted({name for update in updates for name in update}):
-        owners = [i for i, update in enumerate(updates) if name in update]
-        parts = [updates[i][name] for i in owners]
-        left = torch.cat([part.left for part in parts], dim=1).double()
-        right = torch.cat([part.right for part in parts], dim=0).double()
-        ranks = torch.tensor([part.rank for part in parts])
-        of = torch.repeat_interleave(torch.tensor(owners), ranks)
-        for owner, part in zip(owners, parts, strict=True):  # never [R, R]
-            products = (part.left.double().T @ left) * (part.right.double() @ right.T)
-            sums.gram[owner].index_add_(0, of, products.sum(0))
+    sums = GramSums.zero(tasks)
+    for updates in matrices:
+        ranks = [each.rank for each in updates]
+        left = torch.cat([each.left for each in updates], 1).double()
+        right = torch.cat([each.right for each in updates]).double()
+        parts = zip(sums.gram, left.split(ranks, 1), right.split(ranks), strict=True)
+        for row, one, other in parts:  # sum((B1^T B2) * (A1 A2^T)), never [R, R]
+            products = (one.T @ left) * (other @ right.T)
+            row += torch.stack([each.sum() for each in products.split(ranks, 1)])
         sums.num_parameters += left.shape[0] * right.shape[1]
     sums.gram = symmetric(sums.gram)
-    sums.matrix_squares[1:] = sums.gram.diagonal()
     return sums

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core import online
-from tvb_mergekit.core.basis import UNRELATED_RATIO, unlike
+from tvb_mergekit.core.basis import unlike
 from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.settings import VARYING_KEYS, check_tasks
@@ -323,12 +323,11 @@ def _sums(
         raise UserError(
             f"task `{task}`: its task vector is zero: the model is identical to the base"
         )
-    base, *sizes = sums.sizes
     known = [
-        bases.facts.matrix_norms[name] / abs(scale)
+        bases.facts.norms[name] / abs(scale)
         for name, scale in zip(bases.tasks, bases.weights.tolist(), strict=True)
     ]
-    if reason := unlike(sizes[-1], base, known, UNRELATED_RATIO):
+    if reason := unlike(sums.norms[-1], sums.base_norm_squared**0.5, known):
         later = "" if bases.whole else " A task cannot be taken out of the bases later"
         doubt(f"model {model}: {reason}: is it fine-tuned from this base?{later}")
     return sums
@@ -337,7 +336,6 @@ def _sums(
 def _grown(bases: Bases, inputs: TaskSet, sums: GramSums) -> dict[str, Any]:
     """The keys of `store.json` that follow from the new task alone."""
     facts, (task,), (weight,) = bases.facts, inputs.tasks, inputs.weights
-    base_size, *sizes = sums.sizes
     weights = {**facts.parameters["weights"], task: weight}
     path = local_path(inputs.base_model)
     return {
@@ -349,9 +347,8 @@ def _grown(bases: Bases, inputs: TaskSet, sums: GramSums) -> dict[str, Any]:
         "norms": {
             "base": sums.base_norm_squared**0.5,
             **facts.norms,
-            task: float(sums.gram[-1, -1]) ** 0.5,
+            task: sums.norms[-1],
         },
-        "matrix_norms": {"base": base_size, **facts.matrix_norms, task: sizes[-1]},
         "fingerprints": {**facts.fingerprints, **inputs.fingerprints},
         "model_bytes": facts.model_bytes + inputs.model_bytes,
         "base_path": path or facts.base_path,
@@ -388,7 +385,6 @@ def remove_task(path: str | os.PathLike[str], task: str) -> Bases:
             models=models,
             parameters={**facts.parameters, "weights": weights},
             norms=subset(facts.norms, ["base", *tasks]),
-            matrix_norms=subset(facts.matrix_norms, ["base", *tasks]),
             fingerprints=subset(facts.fingerprints, [facts.base_model, *models]),
             errors=subset(facts.errors, tasks),
             model_bytes=facts.model_bytes * (count - 1) // count,

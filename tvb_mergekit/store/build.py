@@ -267,8 +267,7 @@ def numbers(basis: Basis) -> dict[str, Tensor]:
 def errors_of(basis: Basis) -> dict[str, float | None]:
     """Task -> ||tau_hat - tau|| / ||tau||, from G."""
     lost = Gram.of(basis.sums.gram).errors(basis.encoding.reconstruction.numpy())
-    norms = basis.sums.gram.diagonal().sqrt().numpy()
-    return dict(zip(basis.tasks, (lost / norms).tolist(), strict=True))
+    return dict(zip(basis.tasks, (lost / basis.sums.norms).tolist(), strict=True))
 
 
 def store_facts(
@@ -282,7 +281,7 @@ def store_facts(
     merged, kind, count = facts(inputs, basis, {}), basis.settings.basis, basis.encoding.num_bases
     errors, made = errors_of(basis), dict(merged)
     if kind == "none":
-        norms = basis.sums.scaled([1 / w for w in basis.weights]).gram.diagonal().sqrt().tolist()
+        norms = basis.sums.scaled([1 / w for w in basis.weights]).norms
         lost = [square**0.5 / norm for square, norm in zip(squares, norms, strict=False)]
         errors = dict(zip(basis.tasks, lost or [0.0] * count, strict=True))
     if any(part.share < 1 for item in inputs.items for part in item.inputs):

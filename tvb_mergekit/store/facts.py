@@ -101,7 +101,6 @@ class Facts(Record):
     spectral_bound: Finite | None
     retained_energy: Finite | None
     norms: dict[str, Finite]
-    matrix_norms: dict[str, Finite] = {}
     left_out: dict[str, str]
     fingerprints: dict[str, str]
     seconds: dict[str, Finite]
@@ -149,8 +148,8 @@ class StoreFacts(Facts):
     def _complete(self) -> Self:
         names = [vector.name for vector in self.vectors]
         means = [vector.mean for vector in self.vectors]
-        if set(self.errors) != set(self.tasks) or not set(self.tasks) <= set(self.norms):
-            raise ValueError("`errors` and `norms` do not name the tasks of `tasks`")
+        if set(self.errors) != set(self.tasks) or not {"base", *self.tasks} <= set(self.norms):
+            raise ValueError("`errors` and `norms` do not name the base and the tasks")
         if means.count(False) != self.num_bases or True in means[:-1] or len({*names}) < len(names):
             raise ValueError(f"`vectors` does not name {self.num_bases} bases")
         if self.whole and names != self.tasks:
@@ -159,8 +158,6 @@ class StoreFacts(Facts):
         weights = weights if isinstance(weights, dict) else {}
         if not all(weights.get(task) for task in self.tasks):  # exports divide by them
             raise ValueError("`parameters.weights` does not give each task a weight")
-        if not {"base", *self.tasks} <= set(self.matrix_norms) or "base" not in self.norms:
-            raise ValueError("`norms` and `matrix_norms` do not name the base and all tasks")
         if any(v.codec == "lossless" and v.weights and not v.files for v in self.vectors):
             raise ValueError("`files` of a lossless vector is empty")
         return self

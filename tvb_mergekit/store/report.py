@@ -55,7 +55,7 @@ def facts(tasks: TaskSet, basis: Basis, tunables: Mapping[str, set[float]]) -> F
         tunables: `lambda`, `alpha` and `density` -> all values of it.
     """
     settings, encoding, sums = basis.settings, basis.encoding, basis.sums
-    named, norms = ("base", *basis.tasks), sums.gram.diagonal().sqrt().tolist()
+    named = ("base", *basis.tasks)
     losses: dict[str, Any] = dict.fromkeys(LOSSES)
     if sums.inner:
         losses = {name: getattr(encoding, name) for name in LOSSES}
@@ -72,8 +72,7 @@ def facts(tasks: TaskSet, basis: Basis, tunables: Mapping[str, set[float]]) -> F
         num_parameters=sums.num_parameters,
         dtype=tasks.dtype,
         **losses,
-        norms=dict(zip(named, (math.sqrt(sums.base_norm_squared), *norms), strict=True)),
-        matrix_norms=dict(zip(named, sums.sizes, strict=True)),
+        norms=dict(zip(named, (math.sqrt(sums.base_norm_squared), *sums.norms), strict=True)),
         left_out=dict(tasks.left_out),
         fingerprints=tasks.fingerprints,
         seconds={phase: round(seconds, 3) for phase, seconds in basis.seconds.items()},

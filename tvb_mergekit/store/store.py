@@ -179,16 +179,13 @@ class Bases:
 
         A part of G has other last digits than the G of a part.
         """
-        facts, some = self.facts, [self.tasks[k] for k in order]
+        facts = self.facts
         known = self.whole and "gram" in self.tensors and "base" not in self.tasks
         sampled = all(vector.codec == "sampled" for vector in facts.vectors)
         if not known or set(weights) != {1.0} or (len(order) < len(self.tasks) and not sampled):
             return None
         gram = self.tensors["gram"][list(order)][:, list(order)]
-        sizes = torch.tensor([facts.matrix_norms[n] for n in ("base", *some)], dtype=torch.float64)
-        squares = sizes**2
-        norm = facts.norms["base"]
-        return GramSums(gram, norm**2, facts.num_parameters, matrix_squares=squares)
+        return GramSums(gram, facts.norms["base"] ** 2, facts.num_parameters)
 
     def check_base(self, base: Weights, name: str) -> None:
         """Raise UserError unless `base` is the model that the vectors are differences from.

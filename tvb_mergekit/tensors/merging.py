@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from tvb_mergekit.core.basis import Basis, Combination, before_gram, build, check_not_zero
-from tvb_mergekit.core.gram import NO_TENSOR, Factors, GramSums, factor_gram
+from tvb_mergekit.core.gram import NO_TENSOR, GramSums, factor_gram
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.progress import silent
 from tvb_mergekit.tensors import ranks
@@ -76,18 +76,18 @@ def sums_of(tasks: TaskSet, engine: Engine) -> GramSums:
     read = [item for item in tasks.items if not item.factored]
     if not factored:
         return gram_pass(read, tasks.tasks, engine)
-    sums = factor_gram([_factors(factored, task) for task in range(len(tasks.tasks))])
+    # Sorted: sums must not depend on the order of files.
+    each = (
+        item.updates(number)
+        for item in sorted(factored, key=lambda item: item.name)
+        for number in range(max(len(part.factors or ()) for part in item.inputs))
+    )
+    sums = factor_gram(each, len(tasks.tasks))
     if not read:
         return sums
     dense = gram_pass(read, tasks.tasks, engine)
-    dense.base_norm_squared, dense.matrix_squares[0] = 0.0, 0.0  # the base was read in part
+    dense.base_norm_squared = 0.0  # the base was read in part
     return sums.plus(dense)
-
-
-def _factors(items: Sequence[Item], task: int) -> dict[str, Factors]:
-    """The factors of one task by tensor and number of the matrix."""
-    found = ((item.name, enumerate(item.inputs[task].factors or ())) for item in items)
-    return {f"{name}.{number}": each for name, of in found for number, each in of}
 
 
 def count_if_needed(

@@ -172,7 +172,7 @@ class RunningSums:
 
     def of(self, base: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         """G (or its diagonal) of a piece [T, T] and ||theta_0||^2, float64 on the device."""
-        own = products(tau, tau) if self.inner else squares(tau).diag()
+        own = products(tau) if self.inner else squares(tau).diag()
         return own, squares(base[None])[0]
 
     def add(self, piece: Piece, found: tuple[Tensor, Tensor] | None) -> None:
@@ -188,8 +188,9 @@ class RunningSums:
         self._open = []
         if not torch.isfinite(gram).all():
             raise UserError(_not_finite(item, self))
-        drawn = [part.share for part in item.inputs]
-        self._each.append(GramSums.of_tensor(gram, square, item.shape, drawn, self.inner))
+        # A random sample's squares are 1 / share times too large on average.
+        gram.diagonal().mul_(gram.new_tensor([part.share for part in item.inputs]))
+        self._each.append(GramSums(gram, square, item.numel, self.inner))
 
     def total(self) -> GramSums:
         """The sums of all processes, in the order of the tensors."""
