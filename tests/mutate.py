@@ -71,7 +71,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     ],
     f"{MERGING} -k gram_matrix_says": [
         ("core/basis.py", "norm > WRONG_BASE_RATIO * base_norm", "norm > base_norm"),
-        ("core/basis.py", "> (1 - 1e-6) * torch.outer(norms, norms)", "> 1 - 1e-6"),
+        ("core/basis.py", "> (1 - 1e-6) * torch.outer(lengths, lengths)", "> 1 - 1e-6"),
     ],
     f"{MERGING} -k merging_equals": [
         ("core/basis.py", "len(self.tasks) / self.num_bases", "self.num_bases / len(self.tasks)"),
