@@ -200,9 +200,5 @@ def encoded_output(encoding: str) -> None:
     sys.stdout = open(1, "w", encoding=encoding, closefd=False)
 
 
-def not_imported(module: str) -> None:
-    del sys.modules[module]
-
-
 def little_disk() -> None:
     shutil.disk_usage = lambda path: SimpleNamespace(free=1000, total=1000)  # type: ignore

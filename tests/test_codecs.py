@@ -10,13 +10,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import formats
 import numpy as np
 import pytest
 import torch
-import xxhash
 from commands import contents, tvb
 from formats import same
 from hypothesis import example, given, settings
@@ -43,10 +41,9 @@ import tvb_mergekit
 from tvb_mergekit.core.methods.wudi import interference_free
 from tvb_mergekit.store import store as stores
 from tvb_mergekit.store.store import Bases
-from tvb_mergekit.tensors import lossless, units
+from tvb_mergekit.tensors import units
 from tvb_mergekit.tensors.coding import BLOCK, Draw, Keeping
 from tvb_mergekit.tensors.lossless import Coded
-from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.stream import Item, Part, StateDict
 
 FOUR = TASKS[:4]
@@ -280,7 +277,6 @@ def test_a_task_joins_leaves_and_comes_back(case: str, tmp_path: Path) -> None:
 KINDS: dict[str, dict[str, Any]] = {
     "ae": {"num_bases": 3, "steps": 300},
     "balanced": {"basis": "balanced", "num_bases": 2},
-    "linear_ae": {"basis": "linear_ae", "num_bases": 2, "steps": 300},
     "pca": {"basis": "pca", "num_bases": 2},
     "rand_select": {"basis": "rand_select", "num_bases": 3, "seed": 1},
 }
@@ -293,7 +289,7 @@ ROUNDING = {"float32": (1e-6, 0.0), "bfloat16": (2.0**-8, 0.0), "float16": (2.0*
     [*((kind, "float32") for kind in KINDS), ("pca", "bfloat16"), ("ae", "float16")],
 )
 def test_bases_are_those_of_the_dense_reference(kind, dtype, world, tmp_path):
-    """Encoder, decoder, vectors with the mean, errors and loss; the files depend on no thread."""
+    """Encoder, decoder, vectors with the mean, errors and loss."""
     made, keys = world("mixed dtypes"), KINDS[kind]
     bases = made.build(tmp_path / "store", "--dtype", dtype, **keys)
     state = {n: t.double() for n, t in made.states[0].items()}
@@ -314,20 +310,13 @@ def test_bases_are_those_of_the_dense_reference(kind, dtype, world, tmp_path):
     assert np.linalg.norm(found - columns) <= (relative + 1e-6) * np.linalg.norm(columns)
     bound = (relative + 1e-6) * np.abs(columns) + least + 2e-7 * np.abs(columns).max()
     assert (np.abs(found - columns) <= bound).all()
-    norms = np.linalg.norm(dense.tau, axis=0)
     rebuilt = found @ bases.reconstruction(bases.tasks).numpy()
-    true = np.linalg.norm(rebuilt - dense.tau, axis=0) / norms
-    for task, error in zip(facts.tasks, true, strict=True):
-        # The square of an error near 0 is known to 1e-6; the rounding of stored bases is not in it.
-        width = 0.05 if dtype != "float32" else 2e-5 if error > 0.1 else 5e-3
-        assert abs(facts.errors[task] - error) < width, (task, error)
+    norms, lost = (np.linalg.norm(each, axis=0) for each in (dense.tau, rebuilt - dense.tau))
+    width = 0.05 if dtype != "float32" else 5e-3  # an error near 0 is the root of a rounded square
+    np.testing.assert_allclose([facts.errors[t] for t in facts.tasks], lost / norms, atol=width)
     if dtype == "float32":
-        loss = float((norms**2 * true**2).sum())
-        assert facts.loss == pytest.approx(loss, rel=1e-4, abs=1e-9 * np.trace(dense.gram))
-    torch.set_num_threads(before := 3 - torch.get_num_threads() % 2)
-    again = made.build(tmp_path / "again", "--dtype", dtype, **keys)
-    torch.set_num_threads(max(1, before - 1))
-    assert [v.weights for v in again.facts.vectors] == [v.weights for v in facts.vectors]
+        rounding = 1e-9 * np.trace(dense.gram)
+        assert facts.loss == pytest.approx(float(lost @ lost), rel=1e-4, abs=rounding)
 
 
 # Models whose files need care
@@ -369,14 +358,6 @@ def other_order_in_bfloat16(folder: Path) -> Models:
     return made
 
 
-def no_tokenizer(folder: Path) -> Models:
-    """As of a fused adapter: the base's is its own."""
-    made = models("bfloat16", folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (Path(made.listed[0]) / name).unlink()
-    return made
-
-
 def pickled(folder: Path) -> Models:
     made = models("bfloat16", folder)
     as_bin(Path(made.listed[0]))
@@ -391,7 +372,6 @@ COPIES: dict[str, tuple[Callable[[Path], Models], dict[str, Any]]] = {
     "untied in one": (untied, {"exclude": HEAD}),
     "more tokens": (more_tokens, {"exclude": "embed_tokens|lm_head"}),
     "other order": (other_order_in_bfloat16, {"extra": {"tokenizer_source": "base"}}),
-    "no tokenizer": (no_tokenizer, {}),
     "many models": (partial(models, "bfloat16", tasks=[f"task{n}" for n in range(14)]), {}),
     "in PyTorch's format": (pickled, {}),
 }
@@ -411,8 +391,7 @@ def test_exports_are_the_models(case: str, tmp_path: Path) -> None:
         found = load(out)
         assert found.keys() == want.keys() and all(same(found[n], t) for n, t in want.items())
         kept = {n: b for n, b in others(model).items() if ".bin" not in n}
-        wanted = {**base, **kept} if case == "no tokenizer" and task == tasks[0] else kept
-        assert others(out) == wanted
+        assert others(out) == kept
         files = {path.name for path in (store / "files" / f"{task}-1").iterdir()}
         own = {name for name, text in kept.items() if base.get(name) != text}
         assert files - {"rest.safetensors"} == own | {"original.json"}
@@ -443,58 +422,16 @@ def test_names_and_forms_of_models_in_the_library(tmp_path: Path) -> None:
         assert again.facts.errors["con"] == 0 and again.whole
         assert "private.json" not in {Path(each).name for each in again.facts.held}
     words = ("--base", made.base, "--quiet")
-    tvb("export", tmp_path / "store0", tmp_path / "all", "--all", "--base", made.base, "--quiet")
+    tvb("export", tmp_path / "store0", tmp_path / "all", "--all", *words)
     folders = ("a-b", "x-y-z", "vectors", "A-B-2", "con")
     for out, want in zip(folders, (*states, states[0]), strict=True):
         assert others(tmp_path / "all" / out) == others(made.base)
         assert all(same(t, want[n]) for n, t in load(tmp_path / "all" / out).items())
-    total = sum(w * tau_of(made, k, list(base)) for k, w in enumerate((0.0, 0.5, 1.0, 1.0)))
-    start = vector(base, list(base))
-    tvb("merge", tmp_path / "store0", tmp_path / "sum", "--method", "add", *words)
-    for name in (*names, "con"):
-        tvb("merge", tmp_path / "store0", tmp_path / "no", "--method", f"forget-{name}", *words)
-        weight, k = {"x+y@z": 0.5, "con": -1.0}.get(name, 1.0), [*names, "con"].index(name) % 4
-        want = start - weight * tau_of(made, k, list(base))
-        near(vector(load(tmp_path / "no"), list(base)), want)
-        shutil.rmtree(tmp_path / "no")
-    near(vector(load(tmp_path / "sum"), list(base)), start + 0.4 * total)
-
-
-# one of four models, what it is added to, and the codecs of the store then
-JOINS = {
-    "an adapter to models": ("lossless, bfloat16", "adapter", "adapter"),
-    "an adapter to samples": ("sampled", "adapter", "adapter"),
-    "an adapter to dense": ("dense, bfloat16", "adapter", "dense"),
-    "float32 to lossless": ("lossless, bfloat16", "wide", "dense"),
-    "float32 to samples": ("sampled", "wide", "sampled"),
-}
-
-
-@pytest.mark.parametrize("case", JOINS)
-def test_what_joins_keeps_its_form(case: str, tmp_path: Path) -> None:
-    from test_lora import train
-
-    form, kind, codec = JOINS[case]
-    made = FORMS[form].make(tmp_path / "in")
-    build(made, tmp_path / "store", FORMS[form].words, FOUR[:2])
-    if kind == "adapter":
-        change = train(made.base, tmp_path / "new", **QUERY)
-        new = f"{made.base}+{tmp_path / 'new'}"
-    else:
-        wide = {name: t.float() * 1.001 for name, t in made.states[3].items()}
-        shutil.copytree(made.listed[2], new := tmp_path / "new")
-        save(new, wide)
-        change = {name: t.double() - made.states[0][name].double() for name, t in wide.items()}
-    tvb("add", tmp_path / "store", new, "--task", "new", "--force", "--quiet")
-    bases = stores.load(tmp_path / "store")
-    each, found = bases.facts.vectors[-1], deltas(bases, made.states[0])[-1]
-    assert each.codec == codec and bases.facts.vectors[0].codec == FORMS[form].codecs[0]
-    if codec != "sampled":
-        want, got = vector(change, bases.facts.tensors), vector(found, bases.facts.tensors)
-        assert float((got - want).norm() / want.norm()) < (4e-3 if codec == "dense" else 1e-6)
-    tvb("merge", tmp_path / "store", tmp_path / "out", "--method", "wudi", "--quiet")
-    tvb("add", tmp_path / "store", new, "--task", "more", "--budget", 2, "--force", "--quiet")
-    tvb("inspect", tmp_path / "store")
+    start, order = vector(base, list(base)), list(base)
+    for name, k, weight in (("x+y@z", 1, 0.5), ("con", 0, -1.0)):
+        out = tmp_path / f"no-{k}"
+        tvb("merge", tmp_path / "store0", out, "--method", f"forget-{name}", *words)
+        near(vector(load(out), order), start - weight * tau_of(made, k, order))
 
 
 # The code of blocks
@@ -572,25 +509,6 @@ def test_every_pattern_comes_back(shape, dtype, far, share, seed):
         assert same(part, want.reshape(-1)[start:stop])
 
 
-def test_a_file_in_bytes(tmp_path: Path) -> None:
-    """A file of the format, byte by byte; tensors that the base does not fit are kept too."""
-    base = {"w": torch.tensor([1.0, 0.5, -1.0, 0.5]).bfloat16(), "wide": torch.zeros(7, 3).half()}
-    theta = base["w"].view(torch.int16).add(torch.tensor([1, 0, 300, -1])).short()
-    content = np.empty(400, np.uint8)
-    patterns = (each.view(torch.uint16).numpy() for each in (base["w"], theta))
-    size, _ = units.pack(*patterns, 7, content, np.empty(260, np.int64))
-    # Exponent 127 has +1 and -300 units, symbols 2 and 599 in 8 bits; 126 has 0 and -1 in 2 bits.
-    widths, rest = [0] * 126 + [2, 8] + [0] * 128, [255, 0, 599 - 255 - 255]
-    assert content[:size].tolist() == [1, 0, 0, 0, 1, 0, 0, 0, *widths, *rest, 2, 255, 0 | 1 << 2]
-    odd = {"wide": torch.randn(7, 3), "ids": torch.arange(5), "half": torch.ones(1, 9).half()}
-    (found,) = keep(tmp_path, base, {**odd, "w": theta.view(torch.bfloat16)})
-    assert all(same(found.tensor(name), tensor) for name, tensor in odd.items())
-    block = formats.raw(theta)  # shorter than a frame
-    digest = xxhash.xxh3_64_intdigest(block)
-    end = block + bytes([8, 0, 0, 0, 0]) + digest.to_bytes(8, "little")
-    assert found.path.read_bytes().endswith(end)
-
-
 @pytest.mark.parametrize("dtype", SIXTEEN)
 def test_bits_are_near_the_conditional_entropy(dtype: torch.dtype, tmp_path: Path) -> None:
     base, theta = tuned(1, (2 * BLOCK,), dtype)
@@ -617,24 +535,6 @@ def test_damaged_blocks_are_refused(seed):
     for place in draw.integers(0, max(len(damaged), 1), draw.integers(0, 4)):
         damaged[place:] = draw.integers(0, 256) if len(damaged) else 0
     units.unpack(damaged, base, 7, np.empty_like(base))
-
-
-def test_a_pass_decodes_each_block_once(monkeypatch: Any, tmp_path: Path) -> None:
-    """For a number of models at which pieces were not multiples of a block."""
-    base, theta = tuned(4, (5 * BLOCK + 3,), torch.bfloat16)
-    other = theta.clone()
-    other[-1] += 1
-    found = keep(tmp_path, {"w": base}, *[{"w": theta}] * 11, {"w": other})
-    decode = mock.Mock(wraps=lossless.decode)
-    monkeypatch.setattr(lossless, "decode", decode)
-    prints = {model.fingerprint() for model in found}
-    assert not decode.called and len(prints) == 2
-    parts = tuple(Part.of(model, "w") for model in found)
-    items = [Item("w", (len(base),), Part.of(StateDict({"w": base}), "w"), parts)]
-    sums = gram_pass(items, [str(k) for k in range(12)])
-    assert decode.call_count == 12 * 6
-    tau = theta.double() - base.double()
-    assert sums.gram[0, 1] == pytest.approx(float(tau @ tau), rel=1e-6)
 
 
 def sampled(tau: Tensor, seed: int) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -189,33 +190,26 @@ def check_left(place: Place, name: str, course: Course, told: object) -> bool:
     return found == course.after
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMMANDS)
-def test_killed(name: str, place: Place, course_of: Callable[[str], Course]) -> None:
-    """At every moment, and after the last."""
-    course, seen = course_of(name), set[bool]()
-    for number in moments(course.changes, len(course.changes)):
-        place.reset(COMMANDS[name])
-        ended = place.start(
-            COMMANDS[name].words, partial(on_change, place.folder, KILL, number)
-        ).wait()
-        assert ended.code == -9
-        seen.add(check_left(place, name, course, (number, course.changes[number - 1])))
-    assert seen == ({False, True} if name in CHANGES or "build" in name else {False} | seen)
+EVERY = [pytest.param(name, True, marks=pytest.mark.slow) for name in COMMANDS]
 
 
-@pytest.mark.parametrize("name", [*CHANGES, "build"])
-def test_killed_around_the_rename(
-    name: str, place: Place, course_of: Callable[[str], Course]
-) -> None:
-    """Before and after the one change that counts."""
-    course = course_of(name)
-    (rename,) = [n for n, line in enumerate(course.changes, 1) if line.startswith("os.rename")]
-    for number, after in {rename: False, rename + 1: True}.items():
+@pytest.mark.parametrize(
+    ("name", "everywhere"), [*((name, False) for name in (*CHANGES, "build")), *EVERY]
+)
+def test_killed(name: str, everywhere: bool, place: Place, course_of: Any) -> None:
+    """At every moment and after the last; or around the one rename that counts."""
+    course, seen = course_of(name), []
+    numbers = moments(course.changes, len(course.changes))
+    if not everywhere:
+        (rename,) = [n for n, line in enumerate(course.changes, 1) if line.startswith("os.rename")]
+        numbers = [rename, rename + 1]
+    for number in numbers:
         place.reset(COMMANDS[name])
         fault = partial(on_change, place.folder, KILL, number)
         assert place.start(COMMANDS[name].words, fault).wait().code == -9
-        assert check_left(place, name, course, course.changes[number - 1]) == after
+        seen.append(check_left(place, name, course, (number, course.changes[number - 1])))
+    assert seen == sorted(seen)
+    assert {*seen} == ({False, True} if name in CHANGES or "build" in name else {False, *seen})
 
 
 ENDS = {"full": (FULL, 1), "interrupted": (INTERRUPT, 130), "terminated": (TERMINATE, 143)}
@@ -260,42 +254,39 @@ def test_a_limit_on_the_size_of_files(name: str, place: Place) -> None:
 # Two at once
 
 
-@pytest.mark.parametrize(
-    ("others", "codes", "tasks"),
-    [
-        (("law", "law"), [0, 1], {*TASKS[:4]}),
-        (("law", "poems"), [0, 0], {*TASKS}),
-    ],
-)
-def test_two_additions_at_once(others, codes, tasks, place):
-    """The second waits, and both are there."""
+def together(place: Place, *words: str) -> list[Ended]:
+    """Slow commands at the same time."""
     slow = partial(on_change, place.folder, partial(time.sleep, 0.02), 0)
+    running = [place.start(f"tvb {each}", slow) for each in words]
+    ended = [each.wait() for each in running]
+    assert "Traceback" not in "".join(e.err for e in ended), ended
+    return ended
+
+
+ADD = "add s[1] {{}}/{0} --task {0} --quiet"
+
+
+@pytest.mark.parametrize(("second", "codes"), [("law", [0, 1]), ("poems", [0, 0])])
+def test_two_additions_at_once(second: str, codes: list[int], place: Place) -> None:
+    """The second waits, and both are there, unless they have one name."""
     place.reset(COMMANDS["add"])
-    both = [place.start(f"tvb add s[1] {{}}/{o} --task {o} --quiet", slow) for o in others]
-    ended = [running.wait() for running in both]
+    ended = together(place, ADD.format("law"), ADD.format(second))
     assert sorted(e.code for e in ended) == codes, ended
-    assert set(tvb.load(place.store).tasks) == tasks
+    assert {*tvb.load(place.store).tasks} == {*TASKS[:4], second}
     assert sum("waiting for it" in e.err for e in ended) == 1, ended
     assert sum("'law' is in" in e.err for e in ended) == sum(codes)
     place.run("tvb inspect s[1]")
 
 
-def test_a_change_of_each_kind_at_once(place: Place) -> None:
-    slow = partial(on_change, place.folder, partial(time.sleep, 0.01), 0)
+def test_other_changes_at_once(place: Place) -> None:
+    """Of two first additions one builds the store; the other joins, or is refused in one line."""
     place.reset(COMMANDS["add"])
-    words = ("add s[1] {}/law --task law --quiet", "remove s[1] --task code", "undo s[1]")
-    ended = [running.wait() for running in [place.start(f"tvb {w}", slow) for w in words]]
+    ended = together(place, ADD.format("law"), "remove s[1] --task code", "undo s[1]")
     assert [e.code for e in ended] == [0, 0, 0], ended
     place.run("tvb inspect s[1]")
-
-
-def test_two_first_additions_at_once(place: Place) -> None:
-    """One builds the store; the other joins it, or is refused in one line."""
-    slow = partial(on_change, place.folder, partial(time.sleep, 0.02), 0)
-    words = "tvb add s[1] {{}}/{0} --task {0} --base {{}}/base --quiet"
-    both = [place.start(words.format(task), slow) for task in ("math", "code")]
-    ended = [running.wait() for running in both]
-    assert "Traceback" not in "".join(e.err for e in ended)
+    shutil.rmtree(place.store)
+    first = [f"{ADD.format(task)} --base {{}}/base" for task in ("math", "code")]
+    ended = together(place, *first)
     there = {t for t, e in zip(("math", "code"), ended, strict=True) if e.code == 0}
     assert there and set(tvb.load(place.store).tasks) == there, ended
 

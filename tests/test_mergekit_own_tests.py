@@ -1,8 +1,7 @@
 """mergekit's own tests pass with this package installed.
 
-They come from the source distribution of the version that is installed. Six of the seventeen files
-need a `tests/common.py` that it lacks (one of them by way of another): `COMMON` stands in for it.
-Nothing of mergekit's is kept in this repository.
+They come from the source distribution of the version that is installed, except those of six files
+that need a `tests/common.py` which it lacks. Nothing of mergekit's is kept in this repository.
 """
 
 import importlib.metadata
@@ -15,61 +14,6 @@ import tarfile
 import pytest
 
 from tvb_mergekit.core.settings import METHODS
-
-COMMON = '''
-"""Tiny random models, and a merge of some that is checked."""
-import os
-import tempfile
-
-import torch
-import transformers
-from mergekit.architecture import arch_info_for_config
-from mergekit.io import LazyTensorLoader
-from mergekit.merge import MergeOptions, run_merge
-
-
-def save(model, path):
-    model.save_pretrained(path, safe_serialization=True)
-    return str(path)
-
-
-def maker(kind, **sizes):
-    def make(path, vocab_size=64):
-        config = kind.config_class(vocab_size=vocab_size, **sizes)
-        return save(kind(config), path)
-
-    return make
-
-
-SIZES = {"intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2}
-LLAMA = {"hidden_size": 32, "tie_word_embeddings": False, **SIZES}
-GRANITE = LLAMA | {"hidden_size": 16, "num_key_value_heads": 2}
-make_picollama = maker(transformers.LlamaForCausalLM, **LLAMA)
-make_picogranite = maker(transformers.GraniteForCausalLM, **GRANITE)
-make_gpt2size = maker(transformers.GPT2LMHeadModel, n_embd=16, n_head=4, n_positions=32)
-
-
-def make_picoLlaVa(path):
-    vision = transformers.CLIPVisionConfig(image_size=16, patch_size=8, hidden_size=16, **SIZES)
-    text = transformers.LlamaConfig(vocab_size=64, hidden_size=16, **SIZES)
-    config = transformers.LlavaConfig(vision_config=vision, text_config=text)
-    return save(transformers.LlavaForConditionalGeneration(config), path)
-
-
-def run_and_check_merge(config, check_nan=True, check_tensors=True, validate=None, auto_arch=False):
-    with tempfile.TemporaryDirectory() as folder:
-        run_merge(config, out_path=folder, options=MergeOptions(quiet=True))
-        assert os.path.exists(os.path.join(folder, "config.json"))
-        loader = LazyTensorLoader.from_disk(folder)
-        tensors = {name: loader.get_tensor(name) for name in loader.index.tensor_paths}
-        assert tensors
-        for name, tensor in tensors.items():
-            assert not torch.isnan(tensor).any(), name
-        if not auto_arch:
-            assert arch_info_for_config(transformers.AutoConfig.from_pretrained(folder))
-        if validate is not None:
-            validate(folder)
-'''
 
 CONFTEST = """
 from pathlib import Path
@@ -107,12 +51,12 @@ def test_mergekit_own_tests(tmp_path, make_venv, wheel):
             tar.extract(member, tmp_path / "mergekit")
     tests = tmp_path / "mergekit" / "tests"
     (tests / "__init__.py").touch()
-    (tests / "common.py").write_text(COMMON)
     (tests / "conftest.py").write_text(CONFTEST)
     venv = make_venv()
     venv.pip("install", "--no-deps", wheel)
-    files = sorted(tests.glob("test_*.py"))
-    assert len(files) == 17
+    texts = {file: file.read_text() for file in tests.glob("test_*.py")}
+    files = sorted(file for file, text in texts.items() if "common" not in text)
+    assert len(files) >= 11
     options = ["-q", "-rs", "-p", "no:cacheprovider", "--rootdir", tests.parent, "-c", os.devnull]
     # One test merges in memory by all registered methods. Ours refuse that, in one line.
     options += [word for method in METHODS for word in ("--deselect", f"{REGRESSIONS}[{method}]")]

@@ -129,43 +129,6 @@ def test_paired_differences_by_hand() -> None:
     assert row(text, "Average normalized accuracy")[1].startswith("54.17")
 
 
-def test_many_models_and_no_specialists() -> None:
-    """Differences of means, whose p are corrected for the number of pairs."""
-    names = [f"m{number}" for number in range(4)]
-    for number, name in enumerate(names):
-        right = 30 + 8 * number
-        write_samples(name, {"add": [1.0] * right + [0.0] * (60 - right), "sub": C, "run": C})
-    text, found = tabled(*names[1:], "--base", names[0])
-    pairs = {(pair["one"], pair["other"]): pair["whole"] for pair in found["pairs"]}
-    assert len(pairs) == 6 and len(row(text, "Mean of the categories")) == 6
-    # 24, 16 or 8 items, all one way
-    expected = {("base", "m3"): 6 * 2**-24, ("base", "m2"): 5 * 2**-16, ("m2", "m3"): 3 * 2**-8}
-    for pair, corrected in expected.items():
-        assert pairs[pair]["corrected"] == pytest.approx(corrected)
-    assert pairs["base", "m3"]["value"] == pytest.approx(100 * 24 / 60 / 4)
-
-
-@pytest.mark.parametrize(
-    ("keys", "named"),
-    [
-        ({"system_instruction_sha": "59c30e71029f"}, "system_instruction_sha differs"),
-        ({"chat_template_sha": "59c30e71029f"}, "chat_template_sha differs"),
-        ({"fewshot_as_multiturn": True}, "fewshot_as_multiturn differs"),
-        ({"config": {"fewshot_seed": 7}}, "fewshot_seed differs"),
-        ({"n-shot": {"add": 5}}, "n-shot differs"),
-        ({"versions": {"add": 2.0}}, "the task's version differs"),
-    ],
-)
-def test_runs_with_other_settings_are_not_paired(keys: dict[str, Any], named: str) -> None:
-    shots = {"config": {"fewshot_seed": 1}, "n-shot": {"add": 2}}
-    for folder, own in (("a", shots), ("b", shots | keys)):
-        write_samples(folder, {"add": A})
-        (file,) = Path(folder).rglob("results_*.json")
-        file.write_text(json.dumps(json.loads(file.read_text()) | own))
-    assert f"no paired differences of a and b ({named}): add" in warnings("a", "b", *BENCH)
-    assert tabled("a", "b")[1]["pairs"] == []
-
-
 def test_other_items_are_not_paired() -> None:
     write_samples("a", {"add": A, "sub": A, "run": A})
     write_samples("b", {"add": A[:59], "sub": A, "run": A})
@@ -193,6 +156,23 @@ def test_other_items_are_not_paired() -> None:
     for path in [*Path().glob("?/m/samples_*")]:
         path.rename(path.with_name(path.name.replace("678901", "678902")))
     assert [line for line in warnings("a", "c", *BENCH) if line.startswith(told)] == []
+
+
+def test_runs_with_other_settings_are_not_paired() -> None:
+    shots = {"config": {"fewshot_seed": 1}, "n-shot": {"add": 2}}
+    for setting, keys in {
+        "system_instruction_sha": {"system_instruction_sha": "59c30e71029f"},
+        "fewshot_seed": {"config": {"fewshot_seed": 7}},
+        "n-shot": {"n-shot": {"add": 5}},
+        "the task's version": {"versions": {"add": 2.0}},
+    }.items():
+        for folder, own in (("a", shots), ("b", shots | keys)):
+            write_samples(folder, {"add": A})
+            (file,) = Path(folder).rglob("results_*.json")
+            file.write_text(json.dumps(json.loads(file.read_text()) | own))
+        told = f"no paired differences of a and b ({setting} differs): add"
+        assert told in warnings("a", "b", *BENCH)
+        assert tabled("a", "b")[1]["pairs"] == []
 
 
 def test_damaged_samples_are_one_line_and_scores_without_items_no_pair() -> None:

@@ -27,6 +27,10 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert all(getattr(settings, key) == value for key, value in found.items())
     with pytest.raises(AttributeError):
         settings.seed = 1
+    halves = {(0.5, 8): 4, (0.5, 5): 3, (0.01, 8): 1, (1.0, 8): 8, (0.25, 10): 3}  # rounded up
+    for (ratio, tasks), bases in halves.items():
+        found = resolve_settings("basis_ta", {"basis_ratio": ratio}, ["t"] * tasks)
+        assert found.bases_of(tasks) == bases
     defaults = {method: VARYING_KEYS["lambda"].default_for(method) for method in METHODS}
     assert defaults == {"basis_ta": 0.4, "basis_ties": 0.4, "basis_negate": 0.0} | dict.fromkeys(
         ["basis_iso", "basis_tsvm", "basis_wudi"], 1.0
@@ -49,24 +53,13 @@ def test_the_keys_in_force_are_those_of_method_and_basis() -> None:
     assert told("basis_wudi") == {"forget", "common"} | ties
 
 
-RATIOS = [(0.5, 8, 4), (0.5, 5, 3), (0.01, 8, 1), (1.0, 8, 8), (0.25, 10, 3)]
-
-
-@pytest.mark.parametrize(("ratio", "tasks", "bases"), RATIOS)
-def test_a_ratio_rounds_halves_up(ratio: float, tasks: int, bases: int) -> None:
-    given = {"basis_ratio": ratio}
-    assert resolve_settings("basis_ta", given, ["t"] * tasks).bases_of(tasks) == bases
-
-
 @pytest.mark.parametrize(
     ("method", "given", "expected"),
     [
         ("basis_ta", {"learning_rate": "1e-3"}, {"learning_rate": 1e-3}),
-        ("basis_ta", {"num_bases": "3", "steps": 100.0}, {"num_bases": 3, "steps": 100}),
         ("basis_ta", {"lambda": [0.1, "0.4"], "exclude": "embed|head"}, {"exclude": "embed|head"}),
         ("basis_ties", {"density": {"value": 0.5}, "merge_func": "max"}, {"merge_func": "max"}),
         ("basis_negate", {"forget": " math , 7", "alpha": 0}, {"forget": ("math", "7")}),
-        ("basis_wudi", {"flow_time": "30"}, {"flow_time": 30.0}),
         ("basis_wudi", {"flow_time": "exact"}, {"flow_time": "exact"}),
         ("basis_negate", {"forget": 7, "alpha": "0.3"}, {"forget": ("7",)}),
     ],
@@ -83,23 +76,17 @@ BAD: dict[str, list[tuple[dict[str, object], str]]] = {
         ({"zzz": 1}, "unknown key `zzz` under parameters: Known keys: basis, seed"),
         ({"a\nb": 1}, "unknown key `a\\nb`"),
         ({"basis": "blanced"}, "`basis` is 'blanced': Input should be 'ae', "),
-        ({"basis_ratio": 0}, "`basis_ratio` is 0: Input should be greater than 0"),
-        ({"basis_ratio": "nan"}, "`basis_ratio` is 'nan': Input should be"),
         ({"basis": "none", "num_bases": 4}, "belongs to basis ae or linear_ae or groups"),
         ({"temperature": float("inf")}, "`temperature` is inf: Input should be a finite"),
-        ({"steps": 0}, "`steps` is 0: Input should be greater than or equal to 1"),
-        ({"learning_rate": "fast"}, "`learning_rate` is 'fast': Input should be a valid number"),
         ({"seed": 2**64}, "`seed` is 18446744073709551616: Input should be less than"),
         ({"basis": "pca", "steps": 9}, "`steps` belongs to basis ae or linear_ae, not to pca"),
         ({"exclude": ""}, "`exclude` is '': it is empty"),
-        ({"lambda_scale": "task"}, "Input should be 'bases' or 'tasks'"),
         ({"lambda": [{"filter": "x", "value": "y"}]}, "`lambda` is 'y': Input should"),
     ],
     "basis_tb": [({}, "unknown method `basis_tb`: expected one of basis_iso")],
     "basis_negate": [
         (FORGET | {"merge_func": "sum"}, "`merge_func` belongs to basis_ties"),
         ({"forget": "math"}, "basis_negate needs `alpha` as a parameter"),
-        (FORGET | {"forget": ""}, "`forget` is '': it is empty"),
         (FORGET | {"forget": "math,,code"}, "the unknown task ''"),
         (FORGET | {"forget": ["math"]}, "`forget` is ['math']: Input should be a valid string"),
     ],
@@ -108,7 +95,6 @@ BAD: dict[str, list[tuple[dict[str, object], str]]] = {
             {"flow_time": 0},
             "`flow_time` is 0: Input should be 'exact' or ",
         ),
-        ({"flow_time": "auto"}, "`flow_time` is 'auto': Input should be 'exact' or"),
         ({"ridge": 0.1}, "unknown key `ridge`"),
     ],
     "basis_ties": [

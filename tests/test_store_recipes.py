@@ -23,7 +23,7 @@ from commands import (
     write,
 )
 from reference import Dense, merged
-from test_codecs import KINDS, adapters, models, vector
+from test_codecs import adapters, models, vector
 from tiny import TASKS, llama, load
 from worlds import Models, World, save, tensors_of
 
@@ -60,13 +60,10 @@ MERGES: dict[str, tuple[str, dict[str, Any], slice]] = {
     "addition of some": ("basis_ta", NONE, SOME),
     "ae": ("basis_ta", {"num_bases": 2, "steps": 50}, ALL),
     "balanced": ("basis_ties", BALANCED, ALL),
-    "balanced, of some": ("basis_ties", BALANCED, SOME),
     "by filter": ("basis_ties", {**NONE, "lambda": FILTERS, "density": FILTERS}, ALL),
     "iso": ("basis_iso", NONE, ALL),
-    "tsvm": ("basis_tsvm", BALANCED, SOME),
     "wudi": ("basis_wudi", NONE, ALL),
     "pca": ("basis_negate", {**PCA, **FORGET}, ALL),
-    "pca of some": ("basis_negate", {**PCA, **FORGET}, SOME),
     "excluded": ("basis_ta", {"basis": "balanced", "exclude": "mlp"}, ALL),
     "tokenizer": ("basis_ta", {**NONE, "extra": TOKENS}, ALL),
     "slices": ("basis_wudi", {**NONE, "layers": [(0, 1), (1, 2), (1, 2)]}, SOME),
@@ -185,28 +182,13 @@ def test_builds_over_stores(words, family, built, tmp_path):
         assert {v.dtype for v in stores.load(tmp_path / "plain").facts.vectors} == {"float32"}
 
 
-@pytest.mark.parametrize("kind", ["balanced", "ae"])
-def test_lambda_1_means_as_much_before_and_after_a_task_joins(kind, world, tmp_path):
-    """Of methods whose lambda is 1: over balanced bases that of all task vectors."""
-    made, folder = world("llama"), tmp_path / "store"
-    made.build(folder, **KINDS[kind])
-    before = [ready(folder, name)["parameters"] for name in ("iso", "tsvm", "wudi")]
-    new = made.listed[0]
-    tvb("add", folder, new, "--task", "again", "--compress", kind, "--force", "--quiet")
-    after = [ready(folder, name)["parameters"] for name in ("iso", "tsvm", "wudi")]
-    scale = "tasks" if kind == "balanced" else "bases"
-    assert before == after == [{"lambda": 1.0, "lambda_scale": scale}] * 3
-
-
 # message: method, base, what is listed, keys
 STORE, BASES = "built", "bases"
 FORCED = {"tokenizer": {"source": "base", "tokens": {"t5": {"source": "base", "force": True}}}}
 REFUSED: dict[str, tuple[str, str, list[Any], dict[str, Any]]] = {
     "is of a store, a difference": ("task_arithmetic", "base", [STORE], {"weight": 1.0}),
-    "make them with `tvb export`": ("linear", "base", ["built/math"], {"weight": 1.0}),
     "has no vector 'mth' (did you mean `math`?)": ("basis_ta", "base", ["built/mth"], {}),
     "built/math is listed twice": ("basis_ta", "base", [STORE, STORE], {}),
-    "math is listed twice": ("basis_ta", "base", [STORE, "./bases/../built/math"], {}),
     "are two stores": ("basis_ta", "base", ["built/math", "bases/B0"], {}),
     "is not a vector of": ("basis_ta", "base", ["built/math", "code"], {}),
     "make sense together only": ("basis_ta", "base", ["bases/B0"], {}),
@@ -239,30 +221,3 @@ def test_recipes_that_do_not_fit_the_store(message, standing, tmp_path, monkeypa
     output = merge(document, tmp_path / "out", fails=True).output
     (line,) = [line for line in output.splitlines() if line.startswith("Error: ")]
     assert message in line and "Traceback" not in output
-
-
-def test_what_builds_and_commands_refuse(standing, family, tmp_path, monkeypatch):
-    monkeypatch.chdir(standing)
-    write(recipe("basis_ta", Path("base"), ["bases"]), tmp_path / "over")
-    write(family.recipe(**BALANCED), tmp_path / "b")
-    write(family.recipe(), tmp_path / "r")
-    for words, message in {
-        f"build {tmp_path}/over.yml no": "list the fine-tuned models",
-        f"build {tmp_path}/b.yml no --lossless": "leave out the keys of a basis",
-        f"build {tmp_path}/r.yml no --keep 1.5": "expected a share from 1e-06 to below 1",
-        f"build {tmp_path}/r.yml no --keep .5 --lossless": "choose one of --lossless, --keep and",
-        "merge built no": "name a --method, one of add, ties",
-        "merge built no --method ad": "did you mean `add`",
-        "export built no --task mth": "did you mean `math`",
-        "export bases no --task math --base code": "the weights of code are others",
-        "remove built --task mth": "did you mean `math`",
-        "remove bases --task math": "holds 2 bases",
-        "undo built": "nothing to undo",
-        "add built math --task math": "already: give another name",
-        "add built math --task again --budget 0": "expected 2 or more",
-        "add built math --task a,b": "has a comma",
-        "add bases math --task again --budget 1": "expected 2 or more",
-        "add none math --task math": "a new one needs --base",
-    }.items():
-        assert message in refused(*words.split()), words
-        assert not Path("no").exists()

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
@@ -109,21 +108,7 @@ def test_no_process_outlives_its_program(bare, isolated, monkeypatch):
     assert not running(str(seconds))
 
 
-def test_bare_programs_have_limits_and_a_folder(monkeypatch):
-    monkeypatch.setenv("MERGEBENCH_UNSAFE_NO_SANDBOX", "1")
-    monkeypatch.setattr(programs, "MORE_SECONDS", 1)
-    before = set(Path(tempfile.gettempdir()).glob("mergebench-*"))
-    seconds = 2 + os.getpid() / 1e7
-    for program, end in ROWS["bare"].items():
-        assert programs.run(program, seconds) == end, program
-    deadline = time.monotonic() + 15
-    while running(str(seconds)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not running(str(seconds))
-    assert set(Path(tempfile.gettempdir()).glob("mergebench-*")) <= before
-
-
-def test_machines_that_cannot_isolate_are_told_why(monkeypatch, tmp_path):
+def test_machines_that_cannot_isolate_are_told_why(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(programs, "run", lambda program, _: (
             "failed: AssertionError" if "mergebench-probe" in program else "passed"))  # fmt: skip
@@ -131,21 +116,9 @@ def test_machines_that_cannot_isolate_are_told_why(monkeypatch, tmp_path):
         line = refusal()
     assert line.startswith("in the sandbox, a program can write outside of its folder (failed: Ass")
     assert "MERGEBENCH_UNSAFE_NO_SANDBOX=1" in line and "\n" not in line
-    failing = tmp_path / "sandbox.py"
-    failing.write_text("import sys; sys.exit('unshare: Operation not permitted')")
-    with monkeypatch.context() as patch:
-        patch.setattr(programs, "SANDBOX", failing)
-        with pytest.raises(OSError, match="status 1: unshare: Operation not permitted"):
-            programs.judge_mbpp([["x = 1"] * 3], [ROWS["mbpp"][0]])  # never a score of 0
-    monkeypatch.setattr(programs.sys, "platform", "darwin")
-    assert refusal().startswith("MergeBench's code tasks need Linux, this is darwin: ")
-
-
-@pytest.mark.parametrize("setting", ["WORKERS=many", "SECONDS=0", "SECONDS=inf", "MEMORY_GIB=nan"])
-def test_a_number_that_cannot_be_ends_the_run_at_once(setting, monkeypatch):
-    monkeypatch.setenv(*f"MERGEBENCH_CODE_{setting}".split("="))
+    monkeypatch.setenv("MERGEBENCH_CODE_MEMORY_GIB", "nan")
     monkeypatch.setattr(programs, "_probe", lambda _: None)
-    assert refusal().startswith(f"MERGEBENCH_CODE_{setting}: give a number above 0 and up to a mil")
+    assert refusal().startswith("MERGEBENCH_CODE_MEMORY_GIB=nan: give a number above 0 and up to a")
 
 
 UNCHECKED = "failed: timed out, and was not looked at again"

@@ -1,6 +1,5 @@
 """The parts of evals/mergebench/safety: verdicts, phrases, the judge, and the data."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -143,29 +142,6 @@ def test_a_real_model_says_the_same_in_any_batch(wildguard, tiny, monkeypatch, t
     assert said[0] == said[1] == said[2] and len(set(said[0].values())) > 1
 
 
-LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 14483464192\n"
-WEIGHTS = "model.safetensors"
-
-
-@pytest.mark.parametrize(("name", "content"), [  # a file, its content; None: it is missing
-    ("config.json", None), ("tokenizer", None), (WEIGHTS, None), (WEIGHTS, LFS), (WEIGHTS, b"cut"),
-    (f"{WEIGHTS}.index.json", LFS),
-])  # fmt: skip
-def test_a_folder_that_is_not_a_whole_judge(wildguard, tiny, tmp_path, name, content):
-    judge = tmp_path / "judge"
-    shutil.copytree(tiny, judge, dirs_exist_ok=True)
-    wildguard.ready(NOTHING)
-    wildguard._check.cache_clear()
-    for path in judge.glob(f"{name}*" if content is None else "nothing"):
-        path.unlink()
-    if content is not None:
-        whole = (judge / WEIGHTS).read_bytes()
-        (judge / name).write_bytes(whole[:-1] if content == b"cut" else content)
-    line = refused(wildguard.ready, NOTHING)
-    assert line.startswith(f"MERGEBENCH_JUDGE={judge} cannot be loaded ({name}: ")
-    assert line.endswith("expected config.json, a tokenizer and all weights as safetensors")
-
-
 ERRORS: dict[str | None, Exception] = {"ConnectionError": ConnectionError("no network")}
 for kind in (GatedRepoError, RepositoryNotFoundError):
     ERRORS[kind.__name__] = kind("no", response=mock.MagicMock(status_code=403))
@@ -177,18 +153,3 @@ def test_settings_and_judges_that_cannot_be(wildguard, monkeypatch, variable, va
     monkeypatch.setattr(wildguard, "auth_check", mock.Mock(side_effect=ERRORS.get(error)))
     expected = f"MERGEBENCH_JUDGE{variable}{line}" if line[0] == "=" else line
     assert refused(wildguard.ready, NOTHING).startswith(expected)
-
-
-@pytest.mark.parametrize(("name", "text", "part"), [
-    ("harmbench_behaviors_text_test.csv", None, "_test.csv in MERGEBENCH_DATA="),
-    ("harmbench_behaviors_text_test.csv", "behavior\nx\n", "columns behavior, but no 'Behavior'"),
-    ("harmbench_behaviors_text_test.csv", "", " is not what https://raw.githubusercontent.com/"),
-    ("exaggerated_safety.json", "<html>", "xstest/exaggerated_safety.json holds ("),
-])  # fmt: skip
-def test_files_that_cannot_be_read(monkeypatch, tmp_path, name, text, part):
-    monkeypatch.setenv("MERGEBENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("MERGEBENCH_DATA", str(tmp_path))
-    data = module("safety/safety_data")
-    if text is not None:
-        (tmp_path / name).write_text(text)
-    assert part in refused(data.harmbench if name.endswith("csv") else data.xstest)
