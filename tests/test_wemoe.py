@@ -112,7 +112,7 @@ def test_caches_casts_and_wrappers() -> None:
     own = [torch.tensor([prompt]) for prompt in PROMPTS[:2]]
     before = model(own[0]).past_key_values
     with routing_of(there):
-        with pytest.raises(UserError, match="after 0 prompts"):
+        with pytest.raises(UserError, match="begin with the prompts"):
             model(token, past_key_values=before)
         wanted = model(**batch).logits
         caches = [DynamicCache(config=model.config) for _ in own]

@@ -82,6 +82,7 @@ class Routed:
         self._stack.callback(vars(self.model).pop, "tvb_routed")
         body: Any = getattr(self.model, "base_model", self.model)  # PEFT never calls the model
         hooks = [body.register_forward_pre_hook(self._begin, with_kwargs=True)]
+        hooks.append(body.register_forward_hook(self._end))
         for mlp in self.routers:
             module, choose = self.model.get_submodule(mlp), partial(self._choose, mlp)
             hooks.append(module.register_forward_pre_hook(choose))
@@ -106,11 +107,17 @@ class Routed:
         self._count += self._begins
         if cache is not None and self._begins:
             cache.tvb_prompts = self._count
-        elif cache is not None and getattr(cache, "tvb_prompts", self._count) != self._count:
+        elif cache is not None and getattr(cache, "tvb_prompts", None) != self._count:
             raise UserError("the cache is of other prompts than the last: begin with the prompts")
         self._mask = kwargs.get("attention_mask") if self.prompts is None else self.prompts
         if isinstance(self._mask, Mapping):  # one for each kind of layer
             self._mask = next(iter(self._mask.values()))
+
+    def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Mark a cache that the model has made itself."""
+        for each in output.values() if isinstance(output, Mapping) else output:
+            if hasattr(each, "get_seq_length"):
+                each.tvb_prompts = self._count
 
     def _choose(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Compute r for new prompts."""
