@@ -22,6 +22,12 @@ EXPERT = re.compile(r"\bexperts\.(\d+)\.")  # one of several, with its number
 MLP = re.compile(r"^(?:.*?\.)?(?:mlp|ffn|feed_forward)(?=\.)")
 LAYER = re.compile(r"^(.*?\.\d+)\.")
 
+# Keys of configurations that change what equal weights compute
+OF_FUNCTION = re.compile(
+    r"rope|rotary|eps(ilon)?$|activation|_act$|heads?$|head_dim|softcap|scal|multiplier"
+    r"|^sliding_window$|layer_types|per_tok$|norm_topk"
+)
+
 # Types of models that store weights as [inputs, outputs], and not as [outputs, inputs]: all of a
 # Conv1D, or stacked experts
 _CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")

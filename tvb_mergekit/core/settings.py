@@ -130,7 +130,18 @@ def _in(pattern: str | None, name: str) -> bool:
     return pattern is not None and re.search(pattern, name) is not None
 
 
+# Keys of mergekit's own methods -> what serves here instead
+INSTEAD = {
+    "normalize": "a sum of task vectors is scaled by `lambda`",
+    **dict.fromkeys(("rescale", "int8_mask", "filter_wise"), "nothing is needed instead"),
+    **dict.fromkeys(("epsilon", "gamma", "select_topk"), "basis_ties keeps a `density`"),
+    "t": "`weight` scales a task vector, and `lambda` their sum",
+}
+
+
 def unknown_key(key: str, known: Collection[str], where: str) -> UserError:
+    if key in INSTEAD:
+        return UserError(f"`{key}` under {where} is of other methods; leave it out: {INSTEAD[key]}")
     word = f"`{key if key.isprintable() else repr(key)[1:-1]}` under {where}{hint(key, known)}"
     return UserError(f"unknown key {word}: Known keys: {', '.join(known)}")
 

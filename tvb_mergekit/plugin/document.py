@@ -13,9 +13,10 @@ import yaml
 from mergekit import merge_methods
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
+from mergekit.tokenizer.config import TokenizerConfig
 from pydantic import BaseModel
 
-from tvb_mergekit.core.settings import ALL_KEYS, METHODS, VARYING_KEYS, unknown_key
+from tvb_mergekit.core.settings import ALL_KEYS, METHODS, MODEL_KEYS, VARYING_KEYS, unknown_key
 from tvb_mergekit.errors import UserError, hint, one_line, refusing
 from tvb_mergekit.plugin.recipe import Recipe, read_recipe
 from tvb_mergekit.plugin.stores import expand
@@ -64,6 +65,8 @@ class RecipeFile:
         Raises:
             UserError: mergekit does not know the method either.
         """
+        if not any(isinstance(each, dict | list) for each in self.given):
+            raise UserError(f"{self.path}: no recipe, expected a mapping with `merge_method`")
         theirs = {method.spec.name for method in merge_methods.registered_methods()}
         parts = [d[0] if isinstance(d, list) and d else d for d in self.given]
         methods = [part.get("merge_method") for part in parts if isinstance(part, dict)]
@@ -134,8 +137,10 @@ def check_unknown_keys(
         return
     for key, value in given.items():
         if key not in schema.model_fields:
-            if key in ALL_KEYS:
-                raise UserError(f"`{key}` under {where} is ignored: put it in `parameters` there")
+            if key in ALL_KEYS or key in TokenizerConfig.model_fields:
+                place = "the recipe's `parameters`" if key in ALL_KEYS else "`tokenizer`"
+                place = "the `parameters` of a model" if key in MODEL_KEYS else place
+                raise UserError(f"`{key}` under {where} is ignored: put it in {place}")
             raise unknown_key(str(key), tuple(schema.model_fields), where)
         inner = _model_class(schema.model_fields[key].annotation)
         if inner is None or inner is ModelReference:
@@ -148,6 +153,8 @@ def check_unknown_keys(
                 check_unknown_keys(item, inner, f"`{key}.{name}`")
         elif isinstance(value, Mapping) and key == "parameters":
             for name, setting in value.items():
+                if name in MergeConfiguration.model_fields:
+                    raise UserError(f"`{name}` under `parameters` belongs at the recipe's top")
                 for entry in setting if isinstance(setting, list) else [setting]:  # a filter's
                     check_unknown_keys(entry, inner, f"`{name}`")
         else:

@@ -18,6 +18,7 @@ from tvb_mergekit.core.basis import Basis, Combination, StoredBases, Tunables, w
 from tvb_mergekit.core.gram import check_copied
 from tvb_mergekit.core.settings import VARYING_KEYS
 from tvb_mergekit.errors import UserError, listed, refusing
+from tvb_mergekit.names import OF_FUNCTION
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.sources import Candidate, Changed, Loaders, Source
 from tvb_mergekit.progress import bars
@@ -102,7 +103,12 @@ class MergedTensors:
             if item.base is not None and item.base.dtype.is_floating_point:
                 part += item.numel * (item.name in reasons)
                 whole += item.numel * (item.name in reasons or item.tunables is not None)
-        check_most(part, whole, f"{len(reasons)} missing in a model ({listed([*reasons])})")
+        first, models = next(iter(reasons), ""), self.recipe.models
+        held = (name for model in models for name in self.checkpoints[model].tensors)
+        longer = (name for name in held if name.endswith(f".{first}"))
+        found = "".join(f", but {name}: save it without the prefix" for name in [*longer][:1])
+        which = f"{len(reasons)} {listed(sorted(set(reasons.values())))}"
+        check_most(part, whole, f"{which} ({listed([*reasons])}){found}")
         for name, why in reasons.items():
             LOG.warning("tensor `%s` is not in %s: it stays the base's", name, why[11:])
 
@@ -343,6 +349,18 @@ class Plan:
         if bases is not None:
             facts = facts.but(from_store=bases.place)
         return facts if learned is None else facts.but(method=learned.method), tensors
+
+
+def compare_configs(recipe: Recipe, configs: Sequence[Mapping[str, Any]]) -> None:
+    """Warn of a model whose configuration gives equal weights another function."""
+    base = {key: value for key, value in configs[0].items() if OF_FUNCTION.search(key)}
+    for task, own in zip(recipe.tasks, configs[1:], strict=True):
+        other = [
+            f"{k} is {own.get(k)}, in the base {v}" for k, v in base.items() if own.get(k) != v
+        ]
+        if other:
+            told = "the merge uses weights as the base does, and task `%s` otherwise: %s"
+            LOG.warning(told, task, "; ".join(other))
 
 
 def engine_of(options: MergeOptions) -> Engine:

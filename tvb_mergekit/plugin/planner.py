@@ -25,15 +25,16 @@ from tvb_mergekit.errors import UserError, listed, one_line, refusing
 from tvb_mergekit.hub import may_be_on_the_hub
 from tvb_mergekit.plugin import replaced
 from tvb_mergekit.plugin.document import Document
-from tvb_mergekit.plugin.plan import MergedTensors, Plan, engine_of
+from tvb_mergekit.plugin.plan import MergedTensors, Plan, compare_configs, engine_of
 from tvb_mergekit.plugin.recipe import Recipe, identity_of
 from tvb_mergekit.plugin.sources import Loaders, candidate, fresh_loaders, install_loader
 from tvb_mergekit.progress import phase
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint
-from tvb_mergekit.tensors.peft_files import MERGE_FIRST, open_adapter
+from tvb_mergekit.tensors.peft_files import open_adapter
 from tvb_mergekit.tensors.stream import Weights
+from tvb_mergekit.tensors.taskset import check_words
 
 
 @contextmanager
@@ -69,7 +70,10 @@ def _plan(document: Document, options: MergeOptions, zeros: Collection[str]) -> 
     # mergekit orders new tokens by a set, whose order differs between processes.
     tokenizer = None if task is None else world.led(lambda: _tokenizer(task, recipe))
     held = {model: loader.checkpoint for model, loader in loaders.items()}
-    configs = (model.config(trust_remote_code=options.trust_remote_code) for model in loaders)
+    configs = [model.config(trust_remote_code=options.trust_remote_code) for model in loaders]
+    compare_configs(
+        recipe, [getattr(config, "text_config", config).to_dict() for config in configs]
+    )
     tied = all(getattr(config, "tie_word_embeddings", False) for config in configs)
     dtypes = document.dtype, document.config.out_dtype
     tensors = MergedTensors(recipe, held, *dtypes, tied, zeros=zeros)
@@ -77,6 +81,9 @@ def _plan(document: Document, options: MergeOptions, zeros: Collection[str]) -> 
     for weights in held.values():
         if isinstance(weights, Adapter):
             weights.check_claimed()
+    if tokenizer is None:
+        names = [item.name for item in tensors.items if item.tunables is not None]
+        check_words([*held.values()], recipe.tasks, names)
     made = planner.arch_info, planner.out_model_config
     return Plan(recipe, options, engine, loaders, tensors, tokenizer, *made)
 
@@ -214,8 +221,6 @@ def check_model(
         UserError: a folder, its configuration or its weights are missing or damaged.
     """
     path = model.model.path
-    if model.lora is not None and model == base:
-        raise UserError(f"`base_model` {base} is a base and an adapter; {MERGE_FIRST}")
     if not os.path.isdir(path) and not may_be_on_the_hub(path):
         raise UserError(
             f"model {path}: no such folder (from {os.getcwd()}); recipes expand neither `~` nor `$`"

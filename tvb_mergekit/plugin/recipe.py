@@ -28,6 +28,7 @@ from tvb_mergekit.plugin.stores import Listed
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.matrices import settings_over
+from tvb_mergekit.tensors.peft_files import MERGE_FIRST
 from tvb_mergekit.tensors.stream import Item, Weights
 from tvb_mergekit.tensors.taskset import EXCLUDED, TaskSet
 
@@ -109,6 +110,8 @@ def read_recipe(config: MergeConfiguration, listed: Listed | None = None) -> Rec
         raise UserError(
             f"`base_model` is missing: {config.merge_method} needs the models' common base"
         )
+    if config.base_model.lora is not None:
+        raise UserError(f"`base_model` {config.base_model} is a base and an adapter; {MERGE_FIRST}")
     base, sections = config.base_model, list(_sections(config))
     models = _models(sections, base)
     given, own = _values(sections, base)
@@ -264,8 +267,11 @@ def _one_value(key: str, setting: Any, where: str) -> Any:
     if isinstance(setting, Mapping) and setting.get("filter") in (None, "*"):
         setting = setting.get("value")
     if isinstance(setting, list | Mapping):
+        remedy = "no filter and no layer gradient (`lambda` may have them)"
+        if isinstance(setting, list) and all(isinstance(each, str) for each in setting):
+            remedy = f"`{('|', ',')[key == 'forget'].join(setting)}`"
         raise UserError(
             f"`{key}` under `{where}` is {shown(setting)}: it must be one value for the whole "
-            "merge, no filter and no layer gradient"
+            f"merge, {remedy}"
         )
     return setting

@@ -21,6 +21,7 @@ from typing import Any
 
 import safetensors
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from tvb_mergekit.errors import UserError, listed, one_line
@@ -196,6 +197,15 @@ def _identity(path: Path) -> object:
     return None
 
 
+def vocabulary(folder: Path) -> dict[str, int]:
+    """Token -> row, by the files of a tokenizer; empty if none can be read."""
+    with suppress(Exception):  # missing or damaged: the tokenizer's own loader complains
+        return dict(Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab())
+    with suppress(OSError, ValueError):
+        return dict(json.loads((folder / "vocab.json").read_bytes()))
+    return {}
+
+
 def weight_files(folder: str | os.PathLike[str]) -> list[str]:
     """Names of the files in `folder` that a loader could read as weights."""
     endings = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".index.json")
@@ -215,10 +225,16 @@ def _index(folder: Path) -> dict[str, list[str] | None]:
     """Shard -> tensors in it by the index; None: all tensors of the file."""
     for stem in _STEMS:
         index = folder / f"{stem}.index.json"
-        if index.exists():
-            return _read_index(index)
-        if (folder / stem).exists():
-            return {stem: None}
+        ways = [stem] if (folder / stem).exists() else []
+        # Without shards beside it, an index is of the one file, or of an earlier save.
+        if index.exists() and not (ways and not any(folder.glob(stem.replace(".", "-*-of-*.")))):
+            ways.append(index.name)
+        if ways and (folder / "adapter_config.json").exists():
+            ways.append("adapter_config.json")  # transformers adds the adapter
+        if len(ways) > 1:
+            raise UserError(f"{folder}: {' and '.join(ways)} are two models; move one elsewhere")
+        if ways:
+            return {stem: None} if ways == [stem] else _read_index(index)
     found = ", ".join(weight_files(folder)) or "no weight file"
     raise UserError(
         f"{folder}: no model weights; expected {' or '.join(_STEMS)} (or their .index.json), "

@@ -282,7 +282,8 @@ class _Reader:
 
     def _wrong_base(self, text: str) -> UserError:
         trained_on = self.config.get("base_model_name_or_path") or "not recorded"
-        return self._error(f"{text}; take the base that it was trained on ({trained_on})")
+        told = f"{text}; take the base that it was trained on ({trained_on}), or {MERGE_FIRST}"
+        return self._error(told)
 
     def _not_plain(self, text: str) -> UserError:
         return self._error(f"{text}; {MERGE_FIRST}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ import torch
 from tvb_mergekit.core.gram import NO_TENSOR, GramSums
 from tvb_mergekit.core.settings import Settings
 from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.names import tied_uses
 from tvb_mergekit.tensors.adapter import Adapter
+from tvb_mergekit.tensors.checkpoint import vocabulary
 from tvb_mergekit.tensors.stream import Item, Part, StateDict, Weights
 
 QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -218,6 +220,7 @@ def match(
         items.append(Item(name, info.shape, base_part, inputs))
     if not items:
         raise UserError(NO_TENSOR)
+    check_words((base, *sources), tasks, [item.name for item in items])
     weights = [1.0] * len(tasks)
     made = TaskSet(settings, tasks, weights, items, base, sources=sources, left_out=left_out)
     return replace(made, tied=tied), notes
@@ -242,6 +245,22 @@ def _notes(
     whole, part = (sum(base.tensors[name].numel for name in names) for names in (wanted, lost))
     check_most(part, whole, "; ".join(notes))
     return notes
+
+
+def check_words(models: Sequence[Weights], tasks: Sequence[str], names: Iterable[str]) -> None:
+    """Raise UserError if embeddings, among these tensors, have other rows than the base's, the
+    first model's. A reserved token that a model calls otherwise keeps its row."""
+    embeddings, known = tied_uses(names), models[0].folder
+    words = vocabulary(known) if embeddings and known else {}
+    for task, folder in zip(tasks, (model.folder for model in models[1:]), strict=True):
+        rows = vocabulary(folder) if words and folder and folder != known else {}
+        moved = [word for word, row in words.items() if rows.get(word, row) != row]
+        for word in moved[:1]:
+            raise UserError(
+                f"tensor `{embeddings[0]}`: {len(moved)} tokens of task `{task}` have other rows "
+                f"than in the base, such as {word!r} {rows[word]} for {words[word]}; use "
+                "`tokenizer_source: base`, or `exclude`"
+            )
 
 
 def check_most(part: int, whole: int, why: str) -> None:
