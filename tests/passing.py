@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.basis import Combination, Linear, Tunables
+from tvb_mergekit.core.basis import Combination, Step, Tunables
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.tensors.merging import merge_items
 from tvb_mergekit.tensors.passes import combine_pass, gram_pass
@@ -58,7 +58,7 @@ def combine(
     """Give `sink` the columns of task vectors @ matrix; items without inputs stay the base's."""
     given = as_deltas(items, deltas)
     names = [item.name for item in given if item.inputs]
-    combine_pass(given, dict.fromkeys(names, Linear.of(matrix, add_base)), sink, engine, **how)
+    combine_pass(given, dict.fromkeys(names, Step.of(matrix, add_base)), sink, engine, **how)
 
 
 def merge_tensor(

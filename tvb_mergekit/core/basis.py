@@ -24,7 +24,8 @@ from torch.nn.functional import pad
 from tvb_mergekit.core.encoders import EVEN, Encoding, Gram
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.methods.ties import Histogram
-from tvb_mergekit.core.settings import BASES, METHODS, Settings
+from tvb_mergekit.core.registry import BASES, METHODS
+from tvb_mergekit.core.settings import Settings
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import phase
 
@@ -34,67 +35,44 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Linear:
-    """A step: K outputs theta_0 (or 0) + sum over the terms of fl(scale * T weights).
+class Step:
+    """K outputs theta_0 (or 0) + sum over the terms of fl(scale * T weights).
 
     Addition over bases and negation have this form (paper Eq. 3), since B = T W_e (Eq. 8) and
     T_hat = T R (Eq. 10): the terms are (lambda, W_e 1) and (-alpha, R[:, forget] 1). Bases and
     exports have it as well.
+
+    Attributes:
+        direction: one output instead, from the K combinations [K, n] entry by entry; it overwrites
+            them.
     """
 
     terms: Sequence[Term]
     add_base: bool = True
+    direction: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
-    def of(cls, matrix: Tensor, add_base: bool = False) -> Linear:
+    def of(cls, matrix: Tensor, add_base: bool = False) -> Step:
         """One output for each column of `matrix` [T, K]."""
         return cls([(1.0, matrix)], add_base)
 
     @property
     def rows(self) -> int:
         """Float32 rows of a piece that it needs next to the inputs."""
-        return sum(weights.shape[1] for _, weights in self.terms[:2])
+        return sum(w.shape[1] for _, w in self.terms[:2]) + (8 if self.direction else 0)
 
     def on(self, device: torch.device) -> Compute:
         terms = [(scale, w.T.to(device, torch.float32).contiguous()) for scale, w in self.terms]
 
         def compute(base32: Tensor, tau: Tensor) -> Tensor:
-            values = base32[None] if self.add_base else torch.zeros_like(base32)[None]
-            for place, (scale, weights) in enumerate(terms):
-                term = torch.mm(weights, tau).mul_(scale)
-                values = term.add_(values) if place or self.add_base else term
+            values = (base32 if self.add_base else torch.zeros_like(base32))[None]
+            for scale, weights in terms:
+                term = torch.mm(weights, tau)
+                term = self.direction(term)[None] if self.direction else term
+                values = term.mul_(scale).add_(values)
             return values
 
         return compute
-
-
-@dataclass(frozen=True, eq=False)
-class Entrywise:
-    """theta_0 (or 0) + scale * the direction of the bases [M, n], entry by entry.
-
-    B = T `encoder` [T, M]. `direction` overwrites the bases.
-    """
-
-    encoder: Tensor
-    direction: Callable[[Tensor], Tensor]
-    scale: float
-    add_base: bool = True
-
-    @property
-    def rows(self) -> int:
-        return self.encoder.shape[1] + 8
-
-    def on(self, device: torch.device) -> Compute:
-        weights = self.encoder.T.to(device, torch.float32)
-
-        def compute(base32: Tensor, tau: Tensor) -> Tensor:
-            merged = self.direction(weights @ tau).mul_(self.scale)
-            return (merged.add_(base32) if self.add_base else merged)[None]
-
-        return compute
-
-
-Step = Linear | Entrywise
 
 
 def check_output(name: str, merged: Tensor, dtype: torch.dtype) -> None:
@@ -133,17 +111,16 @@ class Combination:
     """Coefficients of the N vectors that a merge combines.
 
     The vectors are the T task vectors of a recipe (`Basis`), or the M bases of a store
-    (`StoredBases`). `histogram` counts the magnitudes of each basis over all tensors, for TIES.
+    (`over_bases`). `histogram` counts the magnitudes of each basis over all tensors, for TIES.
     """
 
     settings: Settings
     tasks: Sequence[str]
     # B = vectors @ [N, M] (paper Eq. 8), T_hat = vectors @ [N, T] (Eq. 10), both float64
-    weighted_encoder: Tensor = field(init=False)
-    weighted_reconstruction: Tensor = field(init=False)
+    weighted_encoder: Tensor
+    weighted_reconstruction: Tensor
     histogram: Histogram | None = field(default=None, kw_only=True)
     seconds: dict[str, float] = field(default_factory=dict, kw_only=True)
-    _thresholds: dict[float, Tensor] = field(default_factory=dict, repr=False, kw_only=True)
 
     @property
     def num_bases(self) -> int:
@@ -183,29 +160,23 @@ class Combination:
             add_base: false: the change of theta_0.
         """
         if self.trims:
-            limits, method = self.thresholds(values.density).tolist(), METHODS[self.settings.method]
-            direction = partial(method, self.settings, thresholds=limits)
+            limits = [0.0] * self.num_bases
+            if values.density < 1:
+                assert self.histogram is not None
+                limits = self.histogram.thresholds(values.density).tolist()
+            direction = partial(METHODS[self.settings.method], self.settings, thresholds=limits)
             scale = 1.0 if alone else values.lambda_ * self.scale
-            return Entrywise(self.weighted_encoder, direction, scale, add_base and not alone)
+            return Step([(scale, self.weighted_encoder)], add_base and not alone, direction)
         if alone:
             *_, last = self.directions.values()
-            return Linear.of(last[:, None])
-        return Linear(self.terms(values), add_base)
+            return Step.of(last[:, None])
+        return Step(self.terms(values), add_base)
 
     def terms(self, values: Tunables) -> list[Term]:
         """The directions with their coefficients, in the order of addition."""
         scales = {"lambda": values.lambda_ * self.scale, "alpha": -values.alpha}
         every = [(scales[key], direction[:, None]) for key, direction in self.directions.items()]
         return [term for term in every if term[0] != 0]
-
-    def thresholds(self, density: float) -> Tensor:
-        """The threshold of each basis for this density, [M] float32."""
-        if density >= 1:
-            return torch.zeros(self.num_bases, dtype=torch.float32, device="cpu")
-        assert self.histogram is not None
-        if density not in self._thresholds:
-            self._thresholds[density] = self.histogram.thresholds(density)
-        return self._thresholds[density]
 
 
 @dataclass
@@ -216,10 +187,18 @@ class Basis(Combination):
     encoding: Encoding
     weights: Sequence[float]
 
-    def __post_init__(self) -> None:
-        scales = torch.tensor(self.weights, dtype=torch.float64, device="cpu")[:, None]
-        self.weighted_encoder = scales * self.encoding.encoder
-        self.weighted_reconstruction = scales * self.encoding.reconstruction
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        tasks: Sequence[str],
+        weights: Sequence[float],
+        sums: GramSums,
+        encoding: Encoding,
+    ) -> Basis:
+        scales = torch.tensor(weights, dtype=torch.float64, device="cpu")[:, None]
+        coefficients = scales * encoding.encoder, scales * encoding.reconstruction
+        return cls(settings, tasks, *coefficients, sums, encoding, weights)
 
     @property
     def waits(self) -> bool:
@@ -227,33 +206,24 @@ class Basis(Combination):
         return self.sums.num_parameters == 0
 
 
-@dataclass
-class StoredBases(Combination):
-    """The M bases of a store instead of models, without a Gram matrix.
+def over_bases(
+    settings: Settings, tasks: Sequence[str], shares: Tensor, reconstruction: Tensor
+) -> Combination:
+    """The M bases of a store instead of models.
 
-    Attributes:
-        shares: v [M], the weight of each basis in the sum (`Bases.shares` times the recipe's
-            `weight`).
+    Args:
+        shares: v [M], the weight of each basis in the sum.
         reconstruction: [M, T] or, with PCA's mean as the last input, [M + 1, T]: each tau_hat.
     """
-
-    shares: Tensor
-    reconstruction: Tensor
-
-    def __post_init__(self) -> None:
-        rest = len(self.reconstruction) - len(self.shares)  # PCA's mean is in no basis
-        self.weighted_encoder = pad(torch.diag(self.shares), (0, 0, 0, rest))
-        self.weighted_reconstruction = self.reconstruction
+    rest = len(reconstruction) - len(shares)  # PCA's mean is in no basis
+    return Combination(settings, tasks, pad(torch.diag(shares), (0, 0, 0, rest)), reconstruction)
 
 
 def encode(gram: Tensor | Gram, settings: Settings) -> Encoding:
-    """The bases of these settings.
-
-    Args:
-        gram: G = T^T T [T, T] float64.
+    """The bases of these settings by G = T^T T [T, T].
 
     Raises:
-        UserError: `gram` is not a Gram matrix, M > T, or training diverged.
+        UserError: G is not finite, M > T, or training diverged.
     """
     spectrum = gram if isinstance(gram, Gram) else Gram.of(gram)
     count = settings.bases_of(spectrum.size)
@@ -284,7 +254,7 @@ def build(
     """
     sums = check_not_zero(raw, tasks).scaled(weights)
     with phase("Encoding"):
-        return Basis(settings, tasks, sums, encode(sums.gram, settings), weights)
+        return Basis.of(settings, tasks, weights, sums, encode(sums.gram, settings))
 
 
 def before_gram(settings: Settings, tasks: Sequence[str], weights: Sequence[float]) -> Basis | None:
@@ -296,11 +266,10 @@ def before_gram(settings: Settings, tasks: Sequence[str], weights: Sequence[floa
         return None
     count, gram = len(tasks), Gram.of(torch.eye(len(tasks), dtype=torch.float64, device="cpu"))
     if settings.basis in EVEN:  # only the sum of the bases is known, and counts
-        even = np.full((count, settings.bases_of(count)), 1 / count)
-        encoding = gram.encoding(settings.basis, even)
+        encoding = gram.encoding(np.full((count, settings.bases_of(count)), 1 / count))
     else:
         encoding = encode(gram, settings)
-    return Basis(settings, tasks, GramSums.zero(count, inner=False), encoding, weights)
+    return Basis.of(settings, tasks, weights, GramSums.zero(count, inner=False), encoding)
 
 
 def unlike(norm: float, base_norm: float, others: Sequence[float]) -> str | None:

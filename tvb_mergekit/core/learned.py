@@ -51,8 +51,8 @@ def fisher_mean(
     """
     mixed, total = torch.zeros_like(bases), torch.zeros_like(bases[0])
     every = zip(informations, mixture.tolist(), factors.tolist(), strict=True)
-    for information, weights, factor in every:
-        own = information.to(bases.device)
+    for own, weights, factor in every:
+        own = own.to(bases.device)
         total.add_(own, alpha=sum(weights))
         for place, weight in zip(mixed, weights, strict=True):
             place.add_(own, alpha=factor * weight)
@@ -90,16 +90,12 @@ def regression_mean(
     right = bases.new_zeros(outputs, inputs, dtype=torch.float64)
     every = zip(grams, mixture.tolist(), factors.tolist(), strict=True)
     for gram, weights, factor in every:
-        one = gram.to(bases.device).to(torch.float64, copy=True)  # widened on the device
-        diagonal = one.diagonal().clone()
-        one.mul_(off_diagonal)
-        one.diagonal().copy_(diagonal)
+        one = gram.to(bases.device).double()  # widened on the device
+        one = one.mul(off_diagonal).diagonal_scatter(one.diagonal())
         normal.add_(one, alpha=sum(weights))
         # sum_m B_m G~_m = sum_i (sum_m W[i, m] B_m) X_i^T X_i
-        mixed = torch.zeros_like(right)
-        for weight, base in zip(weights, bases, strict=True):
-            mixed.add_(base, alpha=factor * weight)
-        right.addmm_(mixed, one)
+        mixed = sum(w * base.double() for w, base in zip(weights, bases, strict=True))
+        right.addmm_(mixed * factor, one)
     dead = normal.diagonal() == 0
     normal.diagonal()[dead] = 1
     right[:, dead] = unseen * bases[:, :, dead].mean(0, dtype=torch.float64)

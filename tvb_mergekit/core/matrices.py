@@ -1,22 +1,21 @@
 """Singular values and vectors of one matrix in float64, for the methods that merge matrices.
 
-They come from the Gram matrix of the shorter side, summed over COLUMNS columns at a time, in a part
-of an SVD's time. Singular values are known to about 1e-8 of the largest. Those up to NULL of the
-largest count as 0, and their directions contribute nothing, whereas an SVD would fill in arbitrary
-ones: rounding of models in float32 makes such values. Vectors in 16 bits have larger ones, see
-`rounding_noise`. Bits depend on the machine and on the number of threads alone.
+They come from the Gram matrix of the shorter side, in a part of an SVD's time. Singular values are
+known to about 1e-8 of the largest. Those up to NULL of the largest count as 0, and their directions
+contribute nothing, whereas an SVD would fill in arbitrary ones: rounding of models in float32 makes
+such values. Vectors in 16 bits have larger ones, see `rounding_noise`. Bits depend on the machine
+and on the number of threads alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-COLUMNS = 512  # columns in float64 at a time
 NULL = 1e-5  # of the largest singular value
 Noise = Sequence[float] | None  # the largest singular value that rounding to 16 bits makes, [M]
 
@@ -44,75 +43,57 @@ class Triples(NamedTuple):
     right: Tensor
 
 
-def beside(bases: Tensor, every: Iterable[Triples], count: int) -> Triples:
-    """The triples of all bases [M, m, n], `count` together, side by side in float32."""
-    left, right = (bases.new_empty(side, count) for side in bases.shape[1:])
-    sizes, first = bases.new_empty(count, dtype=torch.float64), 0
-    for own in every:  # one is held at a time
-        part = slice(first, first := first + len(own.sizes))
-        left[:, part], sizes[part], right[:, part] = own
-    return Triples(left, sizes, right)
-
-
-def blur(sizes: Tensor, noise: float) -> float:
-    """The turn by rounding, about, of vectors with values above a quarter of the largest.
-
-    `polar` of vectors side by side keeps no direction that such turns have made.
-    """
-    largest = float(sizes[:1].sum())
-    return 4 * noise / largest if largest else 0.0
-
-
 def top_triples(matrix: Tensor, count: int, floor: float) -> Triples:
-    """The first singular triples of [m, n], S decreasing, all float64.
+    """The first singular triples of [m, n].
 
     Vectors are zero for values of at most `floor`, or NULL times the largest.
     """
-    wide = _wide(matrix)
+    wide, tall = _wide(matrix)
     sizes, vectors = _spectrum(wide)
     inverse = _inverse(sizes, floor)
     first = slice(len(sizes) - count, None)
     sizes, inverse = sizes[first].flip(0), inverse[first].flip(0)
     near = vectors[:, first].flip(1) * (inverse > 0)
-    far = sizes.new_empty(wide.shape[1], count)
-    for part in blocks(wide.shape[1]):
-        far[part] = wide[:, part].double().T @ near  # V = W^T U / S
-    far *= inverse
-    return Triples(near, sizes, far) if wide is matrix else Triples(far, sizes, near)
+    far = wide.T @ near * inverse  # V = W^T U / S
+    return Triples(far, sizes, near) if tall else Triples(near, sizes, far)
 
 
 def polar(matrix: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """U V^T [m, n] float32 of a U S V^T [m, n], and S [r] float64, increasing."""
-    wide = _wide(matrix)
+    """U V^T [m, n] float32 of a U S V^T [m, n], and S [r] float64, increasing.
+
+    Newton-Schulz steps to it are six times slower for 1024 x 1024 noise on a CPU.
+    """
+    wide, tall = _wide(matrix)
     sizes, vectors = _spectrum(wide)
     root = (vectors * _inverse(sizes, floor)) @ vectors.T  # (W W^T)^-1/2
-    del vectors
-    found = torch.empty_like(wide)
-    for part in blocks(wide.shape[1]):
-        found[:, part] = root @ wide[:, part].double()
-    return (found if wide is matrix else found.T), sizes
+    found = (root @ wide).float()
+    return (found.T if tall else found), sizes
 
 
-def blocks(columns: int) -> Iterator[slice]:
-    for start in range(0, columns, COLUMNS):
-        yield slice(start, min(start + COLUMNS, columns))
+def beside(every: Sequence[Triples], turned: float) -> Triples:
+    """P_U, S and P_V of triples side by side: the polar factors of all U and of all V.
+
+    No direction is kept that turns of vectors by `turned` have made.
+    """
+    left, sizes, right = (torch.cat(each, -1) for each in zip(*every, strict=True))
+    return Triples(polar(left, turned)[0], sizes, polar(right, turned)[0])
 
 
-def _wide(matrix: Tensor) -> Tensor:
-    return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+def blur(sizes: Tensor, noise: float) -> float:
+    """The turn by rounding, about, of vectors with values above a quarter of the largest."""
+    largest = float(sizes[:1].sum())
+    return 4 * noise / largest if largest else 0.0
+
+
+def _wide(matrix: Tensor) -> tuple[Tensor, bool]:
+    """The matrix, or if it is tall its transpose, in float64."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    return (matrix.T if tall else matrix).double(), tall
 
 
 def _spectrum(wide: Tensor) -> tuple[Tensor, Tensor]:
-    """Singular values [a], increasing, and left singular vectors [a, a] of [a, b], a <= b.
-
-    Newton-Schulz steps to a polar factor are six times slower for 1024 x 1024 noise on a CPU.
-    """
-    gram = wide.new_zeros(len(wide), len(wide), dtype=torch.float64)
-    for part in blocks(wide.shape[1]):
-        piece = wide[:, part].double()
-        gram.addmm_(piece, piece.T)
-        del piece
-    values, vectors = torch.linalg.eigh(gram)
+    """Singular values [a], increasing, and left singular vectors [a, a] of [a, b], a <= b."""
+    values, vectors = torch.linalg.eigh(wide @ wide.T)
     return values.clamp_(min=0).sqrt_(), vectors
 
 

@@ -41,34 +41,11 @@ class Buffer:
     gram: Tensor | None
     basis_weights: Tensor | None
 
-    @property
-    def uncompressed(self) -> bool:
-        """Whether the bases are the task vectors, and have the same Gram matrix."""
-        identity = torch.eye(len(self.encoder), dtype=torch.float64)
-        return self.gram is not None and torch.equal(self.encoder, identity)
 
-
-@dataclass(frozen=True)
-class Round:
-    """One round of Algorithm 1: the facts of T + 1 tasks in M' bases, named as in `Buffer`.
-
-    Attributes:
-        matrix: [M + 1, M'], from the M previous bases and the new task vector to the new bases.
-        gram_bases: [M', M'], the Gram matrix of the new bases.
-        compressed: whether the previous bases were compressed.
-    """
-
-    matrix: Tensor
-    encoder: Tensor
-    decoder: Tensor
-    gram_bases: Tensor
-    gram: Tensor | None
-    basis_weights: Tensor | None
-    compressed: bool
-
-
-def add_task(buffer: Buffer, products: Tensor, budget: int, how: str, settings: Settings) -> Round:
-    """Add a task to a buffer, and compress its bases first if the budget needs it.
+def add_task(
+    buffer: Buffer, products: Tensor, budget: int, how: str, settings: Settings
+) -> tuple[Tensor, Buffer]:
+    """Add a task to a buffer, and compress its bases first if they have no room.
 
     Args:
         products: [M + 1, M + 1] float64, the Gram matrix of the M bases and the new task vector.
@@ -77,13 +54,16 @@ def add_task(buffer: Buffer, products: Tensor, budget: int, how: str, settings: 
             each basis is weighted by its number of tasks, so that sum_m w_m B_m stays the sum of
             all tasks.
         settings: of the autoencoder.
+
+    Returns:
+        [M + 1, M'] from the M previous bases and the new task vector to the new bases, and the
+        buffer of T + 1 tasks.
     """
     count = len(products) - 1
     products = (products + products.T) / 2
-    compressed = count >= budget
     inner = torch.eye(count, dtype=torch.float64)
     encoder, decoder, weights = buffer.encoder, buffer.decoder, buffer.basis_weights
-    if compressed:  # U = B W_e
+    if count >= budget:  # U = B W_e
         old, size = products[:count, :count], budget - 1
         if how == "balanced":
             assert weights is not None
@@ -94,15 +74,10 @@ def add_task(buffer: Buffer, products: Tensor, budget: int, how: str, settings: 
         inner = encoding.encoder
         encoder, decoder = encoder @ inner, encoding.decoder @ decoder
     if weights is not None:
-        weights = torch.cat([weights, torch.ones(1, dtype=torch.float64)])
-    matrix, encoder, decoder = map(_with_task, (inner, encoder, decoder))
-    gram_bases = matrix.T @ products @ matrix
-    gram = products if buffer.uncompressed else None
-    gram_bases = (gram_bases + gram_bases.T) / 2
-    return Round(matrix, encoder, decoder, gram_bases, gram, weights, compressed)
-
-
-def _with_task(coefficients: Tensor) -> Tensor:
-    """[[coefficients, 0], [0, 1]]."""
-    extended: Tensor = torch.block_diag(coefficients, torch.ones(1, 1, dtype=torch.float64))
-    return extended
+        weights = torch.cat([weights, weights.new_ones(1)])
+    # Bases that are the task vectors have their Gram matrix
+    exact = torch.equal(buffer.encoder, torch.eye(len(buffer.encoder), dtype=torch.float64))
+    gram = products if exact and buffer.gram is not None else None
+    one = torch.ones(1, 1, dtype=torch.float64)
+    matrix, encoder, decoder = (torch.block_diag(e, one) for e in (inner, encoder, decoder))
+    return matrix, Buffer(encoder, decoder, gram, weights)

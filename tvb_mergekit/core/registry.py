@@ -9,19 +9,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, StringConstraints
 
 LARGEST = 1e30  # coefficient; its products with weights fit in float32
-
-
-def _not_empty(text: str) -> str:
-    if not text.strip():
-        raise ValueError("it is empty")
-    return text
 
 
 def _compiles(pattern: str) -> str:
@@ -38,7 +33,11 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Whole = Annotated[int, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
-Text = Annotated[str, Field(coerce_numbers_to_str=True), AfterValidator(_not_empty)]
+Text = Annotated[
+    str,
+    Field(coerce_numbers_to_str=True),
+    StringConstraints(strip_whitespace=True, min_length=1),
+]
 Pattern = Annotated[Text, AfterValidator(_compiles)]
 
 
@@ -59,6 +58,7 @@ class Key:
         return METHODS[method].lambda_ if self.name == "lambda" else self.default
 
 
+Keys = Mapping[str, Key]
 SIZES = {
     "num_bases": Key("the number of bases M", AtLeastOne),
     "basis_ratio": Key("M as a share of the tasks T", Fraction, 0.5),
@@ -89,11 +89,10 @@ class Declared:
       `tensors.matrices` explains. Other tensors get the mean of the bases.
     """
 
-    name: str
-    title: str
-    paper: str
-    keys: Mapping[str, Key]
     function: Callable[..., Any]
+    title: str
+    paper: str = ""
+    keys: Keys = field(default_factory=dict)
     known: Level = Level.NONE
     merges: str = "matrices"
     needs: Callable[[Any], Level] = lambda settings: Level.BASES
@@ -109,35 +108,25 @@ class Declared:
 
 BASES: dict[str, Declared] = {}
 METHODS: dict[str, Declared] = {}
-Keys = Mapping[str, Key]
 Declare = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def basis(
-    name: str,
-    title: str,
-    paper: str = "",
-    keys: Keys | None = None,
-    sized: bool = True,
-    **more: Any,
-) -> Declare:
+def basis(name: str, *, sized: bool = True, **more: Any) -> Declare:
     """Declare a basis, see `Declared`; one that is `sized` has the keys of M."""
-    return _declare(BASES, name, title, paper, (SIZES if sized else {}) | dict(keys or {}), more)
+    return partial(_declare, BASES, name, SIZES if sized else {}, more)
 
 
-def merge_method(
-    name: str, title: str, paper: str, keys: Keys | None = None, **more: Any
-) -> Declare:
+def merge_method(name: str, **more: Any) -> Declare:
     """Declare a merge method, see `Declared`."""
-    own = {} if more.get("merges") else MATRICES
-    return _declare(METHODS, name, title, paper, own | dict(keys or {}), more)
+    return partial(_declare, METHODS, name, {} if "merges" in more else MATRICES, more)
 
 
 def _declare(
-    registry: dict[str, Declared], name: str, title: str, paper: str, keys: Keys, more: Any
-) -> Declare:
-    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
-        registry[name] = Declared(name, title, paper, keys, function, **more)
-        return function
-
-    return declare
+    registry: dict[str, Declared],
+    name: str,
+    shared: Keys,
+    more: Mapping[str, Any],
+    function: Callable[..., Any],
+) -> Callable[..., Any]:
+    registry[name] = Declared(function, **{**more, "keys": {**shared, **more.get("keys", {})}})
+    return function

@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from tvb_mergekit.core import encoders, methods
 from tvb_mergekit.core.registry import Key, Level, Number, Pattern, Text
@@ -27,13 +27,7 @@ BASES, METHODS = encoders.BASES, methods.METHODS
 MATRIX_METHODS = tuple(name for name, each in METHODS.items() if each.merges == "matrices")
 
 
-def _not_zero(number: float) -> float:
-    if number == 0:
-        raise ValueError("Input should not be 0")
-    return number
-
-
-Weight = Annotated[float, Field(ge=-1e6, le=1e6), AfterValidator(_not_zero)]
+Weight = Annotated[float, Field(gt=0, le=1e6)] | Annotated[float, Field(lt=0, ge=-1e6)]
 # Of every method and every basis
 SHARED = {
     "basis": Key("how the bases are built", Literal[tuple(BASES)], "ae"),
@@ -193,8 +187,6 @@ def resolve_settings(method: str, given: Mapping[str, object], tasks: Sequence[s
         raise UserError("the recipe lists no models besides the base: list at least one")
     values: dict[str, Any] = {}
     for key, value in given.items():
-        if key in MODEL_KEYS:
-            raise UserError(f"`{key}` belongs under the parameters of one model, not of the merge")
         if key not in KEYS:
             here = [name for name, spec in KEYS.items() if method in spec.methods]
             raise unknown_key(key, here, "parameters")
@@ -209,9 +201,21 @@ def resolve_settings(method: str, given: Mapping[str, object], tasks: Sequence[s
         if spec.required and method in spec.methods and name not in given:
             raise UserError(f"{method} needs `{name}` as a parameter: {spec.help}")
     if "forget" in values:
-        values["forget"] = _forgotten(values["forget"], tasks)
+        names = [name.strip() for name in values["forget"].split(",")]
+        values["forget"] = tuple(dict.fromkeys(names))
+        for name in names:
+            if name not in tasks:
+                known = f"{hint(name, tasks)}; tasks: {', '.join(tasks)}"
+                raise UserError(f"`forget` names the unknown task {name!r}{known}")
     settings = Settings(method, values)
-    _check_bases(settings, len(tasks))
+    for key in values:
+        if settings.basis not in (owners := GLOBAL_KEYS[key].bases):
+            which = " or ".join(owners)
+            raise UserError(f"`{key}` belongs to basis {which}, not to {settings.basis}")
+    if settings.num_bases is not None and "basis_ratio" in values:
+        raise UserError("`num_bases` and `basis_ratio` both set the number of bases: give one")
+    if (count := settings.num_bases or 0) > len(tasks):
+        raise UserError(f"`num_bases` is {count} but the recipe lists {len(tasks)} models")
     return settings
 
 
@@ -223,26 +227,6 @@ def _leaves(value: object) -> Iterator[object]:
         yield from chain.from_iterable(map(_leaves, each))
     else:
         yield value
-
-
-def _check_bases(settings: Settings, num_tasks: int) -> None:
-    basis = settings.basis
-    for key in settings.given:
-        if basis not in (owners := GLOBAL_KEYS[key].bases):
-            raise UserError(f"`{key}` belongs to basis {' or '.join(owners)}, not to {basis}")
-    if settings.num_bases is not None and "basis_ratio" in settings.given:
-        raise UserError("`num_bases` and `basis_ratio` both set the number of bases: give one")
-    if (count := settings.num_bases or 0) > num_tasks:
-        raise UserError(f"`num_bases` is {count} but the recipe lists {num_tasks} models")
-
-
-def _forgotten(text: str, tasks: Sequence[str]) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in names:
-        if name not in tasks:
-            known = f"{hint(name, tasks)}; tasks: {', '.join(tasks)}"
-            raise UserError(f"`forget` names the unknown task {name!r}{known}")
-    return names
 
 
 def check_tasks(names: Sequence[str], models: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import disable_progress_bar
 
 from tvb_mergekit import __version__
-from tvb_mergekit.core.basis import Basis, Linear
+from tvb_mergekit.core.basis import Basis, Step
 from tvb_mergekit.errors import UserError, listed, one_line
 from tvb_mergekit.learn.data import Example
 from tvb_mergekit.plugin.document import Document
@@ -107,7 +107,7 @@ class TaskBases:
         items = [replace(item, out=torch.float32) for item in every]
         columns = self.columns[:, some] * scale
         sink = Stacked(items, columns.shape[1])
-        steps = dict.fromkeys((item.name for item in items), Linear.of(columns))
+        steps = dict.fromkeys((item.name for item in items), Step.of(columns))
         combine_pass(items, steps, sink, self.plan.engine, title="Bases")
         if parameters is None:
             return sink.held

@@ -14,7 +14,7 @@ from mergekit.common import ModelReference, dtype_from_name
 from mergekit.options import MergeOptions
 from torch import Tensor
 
-from tvb_mergekit.core.basis import Basis, Combination, StoredBases, Tunables, warnings
+from tvb_mergekit.core.basis import Basis, Combination, Tunables, over_bases, warnings
 from tvb_mergekit.core.gram import check_copied
 from tvb_mergekit.core.settings import VARYING_KEYS
 from tvb_mergekit.errors import UserError, listed, refusing
@@ -293,7 +293,7 @@ class Plan:
         # All vectors in order; PCA's mean is the last, if the method reconstructs a task.
         shares = store.shares * torch.tensor(recipe.weights[: store.num_bases], dtype=torch.float64)
         table = store.reconstruction(store.tasks)[: len(recipe.order)]
-        stored = StoredBases(recipe.settings, store.tasks, shares, table)
+        stored = over_bases(recipe.settings, store.tasks, shares, table)
         merging.count_if_needed(stored, self.tasks.items, self.engine, zeros=self.tasks.unchanged)
         return stored
 
@@ -337,14 +337,13 @@ class Plan:
         """basis.json and basis.safetensors of the merge."""
         learned, bases, basis = self.learned, self.recipe.bases, self.basis
         tunables = self.tensors.tunables if learned is None else {}
-        if isinstance(basis, StoredBases):
+        if not isinstance(basis, Basis):
             assert bases is not None
-            weights = basis.shares.tolist()
+            weights = basis.weighted_encoder.diagonal().tolist()
             own = self.tensors.left_out, tunables, self.tensors.out_dtype
             facts = report.facts_over_store(bases.facts, basis, weights, *own)
             tensors = dict(bases.tensors)
         else:
-            assert isinstance(basis, Basis)
             facts, tensors = report.facts(self.tasks, basis, tunables), report.tensors_of(basis)
         if bases is not None:
             facts = facts.but(from_store=bases.place)

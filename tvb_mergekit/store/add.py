@@ -250,25 +250,26 @@ def _compressed(
         None if weights is None else torch.tensor(weights, dtype=torch.float64),
     )
     settings = bases.settings.but(basis=how)
-    step = online.add_task(buffer, products, made["budget"] or count, how, settings)
+    budget = made["budget"] or count
+    matrix, step = online.add_task(buffer, products, budget, how, settings)
     tensors = {"encoder": step.encoder, "decoder": step.decoder}
     made |= {"errors": dict.fromkeys(made["tasks"]), **dict.fromkeys(LOSSES)}
     if step.gram is not None:
         tensors["gram"] = step.gram
         known, norms = Gram.of(step.gram), step.gram.diagonal().sqrt()
-        encoding = known.encoding("ae", step.encoder.numpy(), step.decoder.numpy())
+        encoding = known.encoding(step.encoder.numpy(), step.decoder.numpy())
         lost = known.errors((step.encoder @ step.decoder).numpy()) / norms.numpy()
         made |= {name: getattr(encoding, name) for name in LOSSES}
         made["errors"] = dict(zip(made["tasks"], lost.tolist(), strict=True))
     held = step.basis_weights
     made["basis_weights"] = None if held is None else held.tolist()
-    made["parameters"] |= _changed(bases, settings, how, step.compressed)
+    made["parameters"] |= _changed(bases, settings, how, count >= budget)
     dtype = next((v.dtype for v in facts.vectors if v.codec == "dense"), None)
     dtype = dtype or dtype_name(growth.dtype or inputs.own_dtype)
     vectors = [Vector(name=f"B{m}", dtype=dtype) for m in range(len(step.decoder))]
     scales = [*bases.scales.tolist(), *inputs.weights]
-    matrix = step.matrix * torch.tensor(scales, dtype=torch.float64)[:, None]
-    if step.compressed or bases.whole:
+    matrix = matrix * torch.tensor(scales, dtype=torch.float64)[:, None]
+    if count >= budget or bases.whole:
         return _Next(made, tensors, 0, vectors, both, matrix)
     return _Next(made, tensors, count, vectors[-1:], inputs.items, matrix[-1:, -1:])
 

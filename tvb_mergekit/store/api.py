@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit import hub
-from tvb_mergekit.core.basis import Combination, StoredBases, Tunables
+from tvb_mergekit.core.basis import Combination, Tunables, over_bases
 from tvb_mergekit.core.settings import VARYING_KEYS, check_tasks, check_value, resolve_settings
 from tvb_mergekit.errors import UserError, check_names
 from tvb_mergekit.store import export as exporting
@@ -206,7 +206,7 @@ def merge(
         combined = build_basis(TaskSet(settings, bases.tasks, scales, counted, sums=known), engine)
     else:
         table = bases.reconstruction(bases.tasks)[: len(sources)]
-        combined = StoredBases(settings, bases.tasks, bases.shares, table)
+        combined = over_bases(settings, bases.tasks, bases.shares, table)
         left = bases.facts.left_out
         zeros = (found.tensors[name].numel for name in left if left[name] == UNCHANGED)
         count_if_needed(combined, counted, engine, zeros=sum(zeros))

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.basis import Basis, Linear, warnings
+from tvb_mergekit.core.basis import Basis, Step, warnings
 from tvb_mergekit.core.encoders import EVEN, Gram
 from tvb_mergekit.core.gram import check_copied
 from tvb_mergekit.errors import UserError
@@ -127,7 +127,7 @@ def build_in_memory(
 def in_memory(inputs: TaskSet, matrix: Tensor, dtype: torch.dtype, engine: Engine) -> list[Weights]:
     """The combinations `matrix` [T, K] of the inputs as state dicts."""
     items = [replace(item, out=dtype) for item in inputs.items]
-    sink, step = MemorySink(items, matrix.shape[1]), Linear.of(matrix)
+    sink, step = MemorySink(items, matrix.shape[1]), Step.of(matrix)
     combine_pass(items, dict.fromkeys((i.name for i in items), step), sink, engine, title="Bases")
     return [StateDict(state) for state in sink.states]
 

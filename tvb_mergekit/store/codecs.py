@@ -16,7 +16,7 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tvb_mergekit.core.basis import Linear
+from tvb_mergekit.core.basis import Step
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.facts import Codec, StoredFile, Vector, record_of
 from tvb_mergekit.tensors import ranks
@@ -64,7 +64,7 @@ class Dense:
             plan = [Shard(path.name, tuple(job.items))]
             metadata = {"format": "pt", MARKER: vector.name}
             writers.append(FolderWriter(path.parent, plan, metadata))
-        steps = dict.fromkeys((item.name for item in job.items), Linear.of(job.matrix))
+        steps = dict.fromkeys((item.name for item in job.items), Step.of(job.matrix))
         mine = job.items[ranks.part_of(job.items)]
         combine_pass(mine, steps, FoldersSink(writers), job.engine, title="Bases")
         ranks.world().collect(None)  # all have written

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit import hub
-from tvb_mergekit.core.basis import Linear
+from tvb_mergekit.core.basis import Step
 from tvb_mergekit.store.change import slugs
 from tvb_mergekit.store.originals import copy_config, restore
 from tvb_mergekit.store.report import card_section
@@ -79,7 +79,7 @@ def combine(items: Sequence[Item], matrix: Tensor, sink: Sink, engine: Engine = 
             else item
             for item in items
         ]
-    step = Linear.of(matrix[used], add_base=True)
+    step = Step.of(matrix[used], add_base=True)
     steps = dict.fromkeys((item.name for item in items if item.inputs), step)
     combine_pass(items, steps, sink, engine, title="Models")
 

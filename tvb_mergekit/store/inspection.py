@@ -65,7 +65,7 @@ class Inspection:
         """For each M = 1..T the best result of M bases, of any encoder and of balanced bases."""
         if self.gram is None:
             return []
-        values, total, found = self.gram.values.tolist(), self.gram.total, []
+        values, total, found = self.gram.values.tolist(), float(self.gram.values.sum()), []
         for count, following in enumerate([*values[1:], 0.0], 1):
             bound = math.fsum(values[count:])  # Eq. 6
             _, balanced = completion(self.gram, count, np.ones(len(values)))

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from tvb_mergekit.core.basis import Basis, StoredBases
+from tvb_mergekit.core.basis import Basis, Combination
 from tvb_mergekit.core.settings import MERGING_KEYS, VARYING_KEYS
 from tvb_mergekit.errors import counted
 from tvb_mergekit.store.facts import (
@@ -81,7 +81,7 @@ def facts(tasks: TaskSet, basis: Basis, tunables: Mapping[str, set[float]]) -> F
 
 def facts_over_store(
     built: StoreFacts,
-    basis: StoredBases,
+    basis: Combination,
     basis_weights: Sequence[float],
     left_out: Mapping[str, str],
     tunables: Mapping[str, set[float]],
@@ -118,11 +118,11 @@ def tensors_of(basis: Basis) -> dict[str, Tensor]:
         "eigenvalues": encoding.eigenvalues,
         "encoder": encoding.encoder,
         "decoder": encoding.decoder,
-        "reconstruction": encoding.reconstruction if encoding.basis == "pca" else None,
+        "reconstruction": encoding.reconstruction if basis.settings.basis == "pca" else None,
     }
     if not basis.sums.inner:  # what needs G is not known
         kept = {"none": ("encoder", "decoder"), "rand_select": ("encoder",)}
-        tensors = {name: tensors[name] for name in kept.get(encoding.basis, ())}
+        tensors = {name: tensors[name] for name in kept.get(basis.settings.basis, ())}
     return {name: t.contiguous() for name, t in tensors.items() if t is not None}
 
 

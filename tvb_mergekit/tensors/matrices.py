@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.basis import Combination, Linear
+from tvb_mergekit.core.basis import Combination, Step
 from tvb_mergekit.core.gram import Factors, cores_of
 from tvb_mergekit.core.matrices import rounding_noise
 from tvb_mergekit.core.settings import GLOBAL_KEYS, METHODS, Settings
@@ -208,7 +208,7 @@ def _write(
     together = sum(float(torch.linalg.vector_norm(base)) for base in bases)
     merged = merged.to("cpu")
     direction = replace(Part.in_memory(merged), holds="delta")
-    step = Linear([(scale, torch.ones(1, 1))], add_base)
+    step = Step([(scale, torch.ones(1, 1))], add_base)
     quiet = replace(engine, progress=silent)
     combine_pass([replace(matrix, inputs=(direction,))], {matrix.name: step}, sink, quiet)
     return float(torch.linalg.vector_norm(merged)) > FAR * together
@@ -225,5 +225,5 @@ def stacked_bases(
     """
     plain, count = replace(item, out=torch.float32), encoder.shape[1]
     bases, quiet = Stacked([plain], count), replace(engine, progress=silent)
-    combine_pass([plain], {item.name: Linear.of(encoder)}, bases, quiet, sums=sums)
+    combine_pass([plain], {item.name: Step.of(encoder)}, bases, quiet, sums=sums)
     return bases.held.pop(item.name).view(count, *item.shape).to(engine.device)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tvb_mergekit.core.basis import Step, check_output
 from tvb_mergekit.core.gram import NO_TENSOR, GramSums, not_finite, products, squares, symmetric
-from tvb_mergekit.core.methods.ties import Histogram, table_bytes
+from tvb_mergekit.core.methods.ties import BINS, Histogram
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.stream import Engine, Item, Part, Piece, Sink, pieces_of
@@ -223,7 +223,7 @@ def count_pass(
     """The magnitudes of the bases B = T @ encoder in all items; `sums` of the same pass."""
     count = encoder.shape[1]
     weights = encoder.T.to(engine.device, torch.float32)
-    most = max(1, min(THREADS, TABLES // table_bytes(count)))
+    most = max(1, min(THREADS, TABLES // (8 * BINS * count)))
     free: SimpleQueue[Histogram] = SimpleQueue()
     tables = [Histogram(count) for _ in range(min(most, torch.get_num_threads()))]
     for table in tables:

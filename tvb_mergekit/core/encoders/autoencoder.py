@@ -93,6 +93,6 @@ def autoencoder(
             f"{learning_rate:g}) or take `basis: balanced`"
         )
     if not softmax:
-        return gram.encoding(basis, logits.double().numpy() / temperature)
+        return gram.encoding(logits.double().numpy() / temperature)
     encoder64 = torch.softmax(logits / temperature, dim=0).double().numpy()
-    return gram.encoding(basis, encoder64 / encoder64.sum(axis=0))  # float32 sums are 1 to 1e-7
+    return gram.encoding(encoder64 / encoder64.sum(axis=0))  # float32 sums are 1 to 1e-7

@@ -33,7 +33,7 @@ def balanced(gram: Gram, num_bases: int, weights: Array | None = None) -> Encodi
     weights = np.ones(gram.size) if weights is None else weights
     directions, _ = completion(gram, num_bases, weights)
     encoder = spread(weights / weights.sum(), directions, num_bases)
-    return gram.encoding("balanced", encoder)
+    return gram.encoding(encoder)
 
 
 def completion(gram: Gram, num_bases: int, weights: Array) -> tuple[Array, float]:
@@ -110,5 +110,4 @@ def _rotations(frame: Array, centre: Array, vertices: Array) -> list[Array]:
 def _polar(matrix: Array) -> Array:
     """The orthogonal matrix nearest to `matrix`."""
     left, _, right = np.linalg.svd(matrix)
-    nearest: Array = left @ right
-    return nearest
+    return left @ right

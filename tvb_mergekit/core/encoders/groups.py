@@ -40,7 +40,7 @@ def groups(gram: Gram, num_bases: int) -> Encoding:
             best, longest = found, length
     # The bases in the order of their first tasks: the order of equal groups does not count
     encoder = best[:, np.argsort((best > 0).argmax(axis=0), kind="stable")]
-    return gram.encoding("groups", encoder)
+    return gram.encoding(encoder)
 
 
 def _runs(tasks: int, num_bases: int) -> Array:
@@ -48,8 +48,7 @@ def _runs(tasks: int, num_bases: int) -> Array:
     ends = np.arange(num_bases + 1) * tasks / num_bases
     places = np.arange(tasks)[:, None]
     overlaps = np.minimum(places + 1, ends[1:]) - np.maximum(places, ends[:-1])
-    found: Array = np.maximum(overlaps, 0.0) * num_bases / tasks
-    return found
+    return np.maximum(overlaps, 0.0) * num_bases / tasks
 
 
 def _exchanged(gram: Array, encoder: Array) -> Array:
@@ -71,5 +70,4 @@ def _exchanged(gram: Array, encoder: Array) -> Array:
 
 
 def _distances(gram: Array) -> Array:
-    found: Array = np.add.outer(gram.diagonal(), gram.diagonal()) - 2 * gram
-    return found
+    return np.add.outer(gram.diagonal(), gram.diagonal()) - 2 * gram

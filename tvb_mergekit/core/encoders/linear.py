@@ -27,7 +27,6 @@ class Encoding:
     `encoder` is W_e [T, M] and `decoder` W_d [M, T]; T_hat = T `reconstruction` [T, T].
     """
 
-    basis: str
     encoder: Tensor
     decoder: Tensor
     reconstruction: Tensor
@@ -62,8 +61,7 @@ class Gram:
         """Raises UserError unless `gram` is finite."""
         matrix = np.array(gram.detach().cpu().numpy(), dtype=np.float64)
         if not np.isfinite(matrix).all():
-            bad = sorted({int(i) for i in np.argwhere(~np.isfinite(matrix))[:, 0]})
-            raise UserError(f"the Gram matrix of the task vectors holds NaN or Inf in rows {bad}")
+            raise UserError("the Gram matrix of the task vectors holds NaN or infinity")
         matrix = (matrix + matrix.T) / 2
         values, vectors = np.linalg.eigh(matrix)
         values, vectors = values[::-1].copy(), vectors[:, ::-1]
@@ -74,10 +72,6 @@ class Gram:
     @property
     def size(self) -> int:
         return len(self.values)
-
-    @property
-    def total(self) -> float:
-        return float(self.values.sum())
 
     def errors(self, reconstruction: Array) -> Array:
         """||tau_hat_i - tau_i|| [T] of T_hat = T `reconstruction`; 0 if it is rounding alone."""
@@ -91,29 +85,21 @@ class Gram:
         """
         left, scales, right = np.linalg.svd(self.root @ encoder, full_matrices=False)
         kept = scales > NULL * np.linalg.norm(self.root) * np.linalg.norm(encoder)
-        decoder: Array = right[kept].T @ (left[:, kept].T @ self.root / scales[kept, None])
-        return decoder
+        return right[kept].T @ (left[:, kept].T @ self.root / scales[kept, None])
 
-    def encoding(
-        self,
-        basis: str,
-        encoder: Array,
-        decoder: Array | None = None,
-        reconstruction: Array | None = None,
-    ) -> Encoding:
-        """The result; the decoder defaults to least squares, R to W_e W_d."""
+    def encoding(self, encoder: Array, decoder: Array | None = None, mean: float = 0) -> Encoding:
+        """The result; the decoder defaults to least squares. R = W_e W_d + `mean` 11^T."""
         decoder = self.decoder(encoder) if decoder is None else decoder
-        reconstruction = encoder @ decoder if reconstruction is None else reconstruction
+        reconstruction = encoder @ decoder + mean
         return Encoding(
-            basis,
             _tensor(encoder),
             _tensor(decoder),
             _tensor(reconstruction),
             _tensor(self.values),
             # ||T R - T||_F^2 = ||F (R - I)||_F^2 (paper Eqs. 5 and 6)
-            loss=float(np.square(self.root @ (reconstruction - np.eye(self.size))).sum()),
+            float(np.square(self.root @ (reconstruction - np.eye(self.size))).sum()),
             # the eigenvalues beyond the M-th (Eq. 7)
-            spectral_bound=float(self.values[encoder.shape[1] :].sum()),
+            float(self.values[encoder.shape[1] :].sum()),
         )
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
-import torch
 from torch import Tensor
 
-from tvb_mergekit.core.matrices import NULL, Noise, beside, blocks, blur, polar, top_triples
+from tvb_mergekit.core.matrices import NULL, Noise, beside, blur, polar, top_triples
 from tvb_mergekit.core.registry import Fraction, Key, Level, merge_method
 
 
@@ -39,30 +36,19 @@ def isotropic(
         direction, sizes = polar(total, sum(noise))
         return direction.mul_(sizes.sum() / rank)
     top, each = min(rank - count * each, most), min(each, most)  # others are zeros
-    shared = top_triples(total, top, sum(noise))
-    floor = NULL * float(shared.sizes[:1].sum())
-    # B_m - U U^T B_m, whose small singular values are compared with those of the sum
-    own = (
-        top_triples(outside(base, shared.left), each, max(floor, noisy))
-        for base, noisy in zip(bases, noise, strict=True)
-    )
-    every = beside(bases, chain(own, [shared]), count * each + top)
-    turned = blur(shared.sizes, sum(noise))
-    del shared, own  # nothing is held longer than it is needed
-    # D = mean(S) P_U P_V^T: the polar factors of all U and of all V, side by side
-    left, right = polar(every.left, turned)[0], polar(every.right, turned)[0]
-    return left.mul_(every.sizes.sum() / rank) @ right.T
+    every = [top_triples(total, top, sum(noise))]
+    shared, sizes, _ = every[0]
+    floor = NULL * float(sizes[:1].sum())
+    for base, noisy in zip(bases, noise, strict=True):
+        own = base.double()
+        own -= shared @ (shared.T @ own)  # B_m - U U^T B_m
+        # whose small singular values are compared with those of the sum
+        every.append(top_triples(own, each, max(floor, noisy)))
+    # D = mean(S) P_U P_V^T
+    left, sizes, right = beside(every, blur(sizes, sum(noise)))
+    return left.mul_(sizes.sum() / rank) @ right.T
 
 
 def of_each(rank: int, count: int, common: float) -> int:
     """The directions of each B_m alone, in Iso-CTS."""
     return min(round((rank - int(rank * common)) / count), rank // count)
-
-
-def outside(base: Tensor, left: Tensor) -> Tensor:
-    """B_m - U U^T B_m [m, n] float32, for U [m, k] float64 with orthonormal columns."""
-    found = torch.empty_like(base)
-    for part in blocks(base.shape[1]):
-        piece = base[:, part].double()
-        found[:, part] = piece.addmm_(left, left.T @ piece, alpha=-1)
-    return found

@@ -77,16 +77,9 @@ class Histogram:
         The share is within 1e-4 of `density`, except among many equal magnitudes: these are kept
         or dropped together.
         """
-        numbers = []
-        for row in self.counts:
-            kept = row.flip(-1).cumsum(-1).flip(-1)  # number of values in this bin or above
-            numbers.append((kept - density * kept[:1]).abs().argmin())
-        number = torch.stack(numbers)
+        # Numbers of values in each bin or above, row by row
+        above = (row.flip(-1).cumsum(-1).flip(-1) for row in self.counts)
+        number = torch.stack([(kept - density * kept[:1]).abs().argmin() for kept in above])
         # The smallest magnitude in each bin; 0 for bin 0
         pattern = ((number + _FIRST) << _SHIFT).to(torch.int32)
         return pattern.view(torch.float32).masked_fill(number == 0, 0.0)
-
-
-def table_bytes(rows: int) -> int:
-    """The bytes of a `Histogram` while it computes its thresholds."""
-    return 8 * BINS * (rows + 5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tvb_mergekit.core.matrices import Noise, beside, blur, polar, top_triples
+from tvb_mergekit.core.matrices import Noise, beside, blur, top_triples
 from tvb_mergekit.core.registry import merge_method
 
 
@@ -20,9 +20,7 @@ def singular_vectors(bases: Tensor, *, noise: Noise = None, rank: int | None = N
     """
     count, most = len(bases), min(bases.shape[1:])
     noise, each = noise or [0.0] * count, min((rank or most) // count, most)
-    pairs = list(zip(bases, noise, strict=True))
-    every = beside(bases, (top_triples(base, each, noisy) for base, noisy in pairs), count * each)
-    sizes = every.sizes.unflatten(0, (count, each))
-    turned = max(blur(own, noisy) for own, (_, noisy) in zip(sizes, pairs, strict=True))
-    left = polar(every.left, turned)[0]
-    return left.mul_(every.sizes.float()) @ polar(every.right, turned)[0].T
+    every = [top_triples(*own) for own in zip(bases, [each] * count, noise, strict=True)]
+    turned = max(blur(own.sizes, noisy) for own, noisy in zip(every, noise, strict=True))
+    left, sizes, right = beside(every, turned)
+    return left.mul_(sizes.float()) @ right.T

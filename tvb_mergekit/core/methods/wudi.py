@@ -44,47 +44,36 @@ def interference_free(
     """
     count, rows, columns = bases.shape
     shares, noise = shares or [1.0] * count, noise or [0.0] * count
-    dtype = flow_dtype(flow_time, count)
+    end = math.inf if flow_time == "exact" else float(flow_time)
+    # Errors of float32 grow with t and M^2
+    dtype = torch.float64 if end * count**2 * 2.0**-24 > ROUGH else torch.float32
     norms = torch.stack([torch.linalg.vector_norm(base, dtype=torch.float64) for base in bases])
     norms *= norms.new_tensor(shares).sqrt()
     norms[norms == 0] = 1
-    floor = math.hypot(*(each / norm for each, norm in zip(noise, norms.tolist(), strict=True)))
-    total = bases.sum(0)
-    if few := count * rows < columns and min(shares) == 1:
-        # With C [M m, n] of all B_m / ||B_m|| above each other and E [m, M m] of all
-        # B_m B_m^T / ||B_m|| side by side, D(t) = S - (S C^T - E) g(C C^T) C.
-        wide = norms.to(dtype)[:, None]
-        sides = bases.flatten(0, 1).to(dtype) / wide.repeat_interleave(rows, 0)  # C
+    total, few = bases.sum(0), count * rows < columns and min(shares) == 1
+    if few:
+        # With C [M m, n] of all B_m / ||B_m|| above each other and P [m, M m] of all
+        # (S - B_m) B_m^T / ||B_m|| side by side, D(t) = S - P g(C C^T) C.
+        sides = torch.cat([base.to(dtype) / norm for base, norm in zip(bases, norms, strict=True)])
         normal = sides @ sides.T
-        others = wide * (1 - torch.eye(count).to(wide))
-        push = normal.view(count, rows, count, rows) * others[:, None, :, None]
-        push = push.sum(0).flatten(1)  # S C^T - E
+        parts = zip(bases, sides.split(rows), strict=True)
+        push = torch.cat([(total.to(dtype) - base) @ side.T for base, side in parts], 1)
     else:
         normal = total.new_zeros(columns, columns, dtype=dtype)  # A
         push = total.new_zeros(rows, columns, dtype=dtype)  # S A - R
         for norm, base, share in zip(norms, bases, shares, strict=True):
-            matrix = base.to(dtype, copy=True).div_(norm)
-            square = matrix.T @ matrix
+            side = base.to(dtype) / norm
+            square = side.T @ side
             # A sample Z of a share s of the entries of B, times 1 / s, has the expectation
             # E[Z^T Z] = B^T B + (1 / s - 1) diag(B^T B), so s times its diagonal is that of B^T B.
             square.diagonal().mul_(share)
-            normal.add_(square)
-            push.addmm_(matrix.copy_(total).sub_(base), square)
-            del matrix, square
+            normal += square
+            push += (total.to(dtype) - base) @ square
     values, vectors = torch.linalg.eigh(normal)
-    del normal
-    push = (push @ vectors).mul_(gains(values.clamp_(min=0), flow_time, floor)) @ vectors.T
-    return total.sub_((push @ sides if few else push).float())
-
-
-def gains(values: Tensor, time: float | str, floor: float) -> Tensor:
-    """g(a) of eigenvalues a [k] >= 0; 0 if sqrt(a) is null or up to `floor`: D keeps S there."""
-    end = math.inf if time == "exact" else float(time)
+    values.clamp_(min=0)
+    # g is 0 if sqrt(a) is null or up to the noise: D keeps S there
+    floor = math.hypot(*(each / norm for each, norm in zip(noise, norms.tolist(), strict=True)))
     cut = max(floor**2, NULL**2 * float(values.sum()))
-    return torch.where(values > cut, -torch.expm1(-end * values) / values, 0)
-
-
-def flow_dtype(flow_time: float | str, count: int) -> torch.dtype:
-    """float32 if its errors are small: they grow with t and M^2."""
-    rough = flow_time == "exact" or float(flow_time) * count**2 * 2.0**-24 > ROUGH
-    return torch.float64 if rough else torch.float32
+    gains = torch.where(values > cut, -torch.expm1(-end * values) / values, 0)
+    push = (push @ vectors * gains) @ vectors.T
+    return total - (push @ sides if few else push).float()

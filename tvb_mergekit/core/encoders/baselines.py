@@ -1,11 +1,12 @@
-"""Principal components of the task vectors, the paper's baseline (section 3.1)."""
+"""The paper's baselines (section 3.1): principal components, random tasks, all tasks."""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from tvb_mergekit.core.encoders.linear import Array, Encoding, Gram
-from tvb_mergekit.core.registry import basis
+from tvb_mergekit.core.registry import Level, basis
 
 NULL = 1e-12  # of the task vectors' length
 
@@ -18,18 +19,30 @@ def pca(gram: Gram, num_bases: int) -> Encoding:
     F J. The mean makes `reconstruction` J V_M V_M^T + 11^T/T. F J has at most T - 1 directions. A
     basis without one is 0, and not the rounding of J v, which WUDI would make long.
     """
-    size = gram.size
-    centering = np.eye(size) - 1.0 / size
+    centering = np.eye(gram.size) - 1 / gram.size
     _, scales, right = np.linalg.svd(gram.root @ centering)
     vectors = _signed(right.T[:, :num_bases])
     encoder = centering @ vectors
     encoder[:, scales[:num_bases] <= NULL * np.linalg.norm(gram.root)] = 0.0
-    return gram.encoding("pca", encoder, vectors.T, reconstruction=encoder @ vectors.T + 1.0 / size)
+    return gram.encoding(encoder, vectors.T, mean=1 / gram.size)
 
 
 def _signed(vectors: Array) -> Array:
     """Each column with its largest entry positive; among near ties the first decides."""
     sizes = np.abs(vectors)
     first = np.argmax(sizes >= (1 - 1e-9) * sizes.max(axis=0), axis=0)
-    signed: Array = vectors * np.where(vectors[first, np.arange(vectors.shape[1])] < 0, -1.0, 1.0)
-    return signed
+    return vectors * np.where(vectors[first, np.arange(vectors.shape[1])] < 0, -1.0, 1.0)
+
+
+@basis("rand_select", title="M task vectors drawn at random", known=Level.BASES)
+def rand_select(gram: Gram, num_bases: int, *, seed: int) -> Encoding:
+    """M distinct one-hot columns in the order of the tasks."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(gram.size, generator=generator)[:num_bases].sort().values.numpy()
+    return gram.encoding(np.eye(gram.size)[:, chosen])
+
+
+@basis("none", title="all T task vectors (M = T)", known=Level.RECONSTRUCTIONS, sized=False)
+def none(gram: Gram, num_bases: int) -> Encoding:
+    """W_e = W_d = I."""
+    return gram.encoding(np.eye(num_bases), np.eye(num_bases))
