@@ -5,13 +5,16 @@ import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import peft
 import pytest
 import torch
+from click.testing import CliRunner
 from commands import merge, recipe
-from safetensors.torch import save_file
+from mergekit.scripts import run_yaml
+from safetensors.torch import load_file, save_file
 from tiny import as_bin, family, llama, load
 from transformers import AutoModelForCausalLM
 from worlds import configure
@@ -69,9 +72,7 @@ def consolidated(a: Path, b: Path) -> None:
 
 
 def adapter_beside(a: Path, b: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(a)
-    tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-    tuned.save_pretrained(a)
+    adapter(b, a)
 
 
 FOLDERS: list[tuple[Callable[[Path, Path], None], str]] = [
@@ -106,10 +107,7 @@ def test_one_folder_read_in_two_ways(
 
 def test_an_adapter_in_two_formats_is_what_peft_loads(tmp_path: Path) -> None:
     base, _ = family(tmp_path, tasks=())
-    model, folder = AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter"
-    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    peft.get_peft_model(model, config).save_pretrained(folder)
-    held = load_adapter(folder)
+    held = adapter(base, folder := tmp_path / "adapter")
     torch.save({name: 2 * tensor for name, tensor in held.items()}, folder / "adapter_model.bin")
     made = merge(recipe("basis_ta", base, [f"{base}+{folder}"], lambda_=1.0), tmp_path / "out")
     plain = AutoModelForCausalLM.from_pretrained(base)
@@ -118,9 +116,11 @@ def test_an_adapter_in_two_formats_is_what_peft_loads(tmp_path: Path) -> None:
     assert torch.allclose(made.tensors[name], right[name], atol=1e-6)
 
 
-def load_adapter(folder: Path) -> Mapping[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
+def adapter(base: Path, folder: Path) -> Mapping[str, torch.Tensor]:
+    """A random adapter of a model."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(model, config).save_pretrained(folder)
     return load_file(folder / "adapter_model.safetensors")
 
 
@@ -251,24 +251,256 @@ def test_a_prefix_of_all_names_is_told(tmp_path: Path, prefix: str) -> None:
     assert f"but {prefix}model.embed_tokens.weight: save it without the prefix" in said
 
 
-def test_an_empty_recipe(tmp_path: Path) -> None:
-    for text in ("", "---\n", "# only a comment\n", "just words"):
-        (tmp_path / "out.yml").write_text(text)
-        from click.testing import CliRunner
-        from mergekit.scripts.run_yaml import main
-
-        done = CliRunner().invoke(main, [str(tmp_path / "out.yml"), str(tmp_path / "out")])
-        assert done.exit_code == 1 and "expected a mapping with `merge_method`" in done.output
-        assert done.output.count("\n") == 1
-
-
 def test_an_adapter_with_names_of_its_very_base(tmp_path: Path) -> None:
     base, _ = family(tmp_path, tasks=())
-    model, folder = AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter"
-    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(folder)
-    held = load_adapter(folder)
+    held = adapter(base, folder := tmp_path / "adapter")
     save_file({n.replace(".model.layers", ".model.language_model.layers"): t
                for n, t in held.items()}, folder / "adapter_model.safetensors")  # fmt: skip
     out = tmp_path / "out"
     said = merge(recipe("basis_ta", base, [f"{base}+{folder}"]), out, fails=True).output
     assert f"trained on ({base}), or merge it with PEFT" in said
+
+
+# Recipes as people publish them, with our methods in place of mergekit's: the coefficient of each
+# task vector in the merged model, or what the one line of a refusal says
+
+A_AND_B = "base_model: ./base\nmodels: [{model: ./a}, {model: ./b}]\n"
+TA = f"merge_method: basis_ta\n{A_AND_B}"
+SUM = {"a": 1.0, "b": 1.0}
+PUBLISHED: dict[str, tuple[str, Mapping[str, float] | str]] = {
+    "task arithmetic": (
+        """
+        merge_method: basis_ta
+        base_model: ./base
+        models:
+          - model: ./a
+            parameters: {weight: 0.3}
+          - model: ./b
+            parameters: {weight: -0.7}
+        parameters: {basis: none, lambda: 1.0}
+        dtype: float32
+        """,
+        {"a": 0.3, "b": -0.7},
+    ),
+    "ties, the base in the list": (
+        """
+        models:
+          - model: ./base
+            # no parameters necessary for base model
+          - model: ./a
+            parameters: {density: 0.5, weight: 0.5}
+        merge_method: basis_ties
+        base_model: ./base
+        parameters: {normalize: true}
+        dtype: float16
+        """,
+        "`models[0]` is the base model ./base: take it out of this list",
+    ),
+    "ties, densities of models": (
+        """
+        models:
+          - model: ./a
+            parameters: {density: [1, 0.7, 0.1], weight: 1.0}
+          - model: ./b
+            parameters: {density: 0.5, weight: [0, 0.3, 0.7, 1]}
+        merge_method: basis_ties
+        base_model: ./base
+        parameters: {normalize: true, int8_mask: true}
+        """,
+        "`density` under `models[0].parameters` belongs to the recipe's `parameters`",
+    ),
+    "ties, a gradient of densities": (
+        """
+        merge_method: basis_ties
+        base_model: ./base
+        models: [{model: ./a}]
+        parameters: {basis: none, density: [1, 1.0, 1], lambda: 0.5}
+        """,
+        {"a": 0.5},
+    ),
+    "a gradient of weights": (
+        """
+        merge_method: basis_ta
+        base_model: ./base
+        models:
+          - {model: ./a, parameters: {weight: [0, 0.3, 0.7, 1]}}
+          - {model: ./b, parameters: {weight: [{filter: mlp, value: 0.5}, {value: 0}]}}
+        """,
+        "no filter and no layer gradient (`lambda` may have them)",
+    ),
+    "normalize": (f"{TA}parameters: {{normalize: true}}", "is scaled by `lambda`"),
+    "int8_mask": (f"{TA}parameters: {{int8_mask: true}}", "`int8_mask` under parameters is of"),
+    "dare's rescale": (f"{TA}parameters: {{rescale: true}}", "leave it out: nothing is needed"),
+    "della's epsilon": (f"{TA}parameters: {{epsilon: 0.05}}", "basis_ties keeps a `density`"),
+    "breadcrumbs' gamma": (f"{TA}parameters: {{gamma: 0.01}}", "leave it out: basis_ties keeps"),
+    "sce's select_topk": (f"{TA}parameters: {{select_topk: 0.1}}", "basis_ties keeps a `density`"),
+    "model stock's filter_wise": (f"{TA}parameters: {{filter_wise: true}}", "leave it out"),
+    "slerp with slices": (
+        """
+        slices:
+          - sources:
+              - {model: ./base, layer_range: [0, 4]}
+              - {model: ./a, layer_range: [0, 4]}
+        merge_method: basis_ta
+        base_model: ./base
+        parameters:
+          t:
+            - {filter: self_attn, value: [0, 0.5, 0.3, 0.7, 1]}
+            - {value: 0.5}
+        """,
+        "`t` under parameters is of other methods; leave it out: `weight` scales",
+    ),
+    "slices of all layers": (
+        """
+        slices:
+          - sources:
+              - {model: ./base, layer_range: [0, 2]}
+              - {model: ./a, layer_range: [0, 2]}
+          - sources:
+              - {model: ./base, layer_range: [2, 4]}
+              - {model: ./a, layer_range: [2, 4]}
+        merge_method: basis_ta
+        base_model: ./base
+        parameters: {basis: none, lambda: 0.5}
+        """,
+        {"a": 0.5},
+    ),
+    "passthrough": (
+        """
+        slices:
+          - sources: [{model: ./a, layer_range: [0, 3]}]
+          - sources: [{model: ./b, layer_range: [1, 4]}]
+        merge_method: basis_ta
+        base_model: ./base
+        """,
+        "`slices[0].sources` does not list the base model ./base: each slice must",
+    ),
+    "linear without a base": (
+        """
+        models: [{model: ./a, parameters: {weight: 1.0}}, {model: ./b, parameters: {weight: 0.3}}]
+        merge_method: basis_ta
+        """,
+        "`base_model` is missing: basis_ta needs the models' common base",
+    ),
+    "experts": (
+        """
+        base_model: ./base
+        gate_mode: hidden
+        merge_method: basis_ta
+        experts: [{source_model: ./a, positive_prompts: [math]}]
+        """,
+        "unknown key `gate_mode` under the recipe",
+    ),
+    "one weight for all": (f"{TA}parameters: {{weight: 0.5}}", "under the parameters of one model"),
+    "weight 0": (
+        TA.replace("{model: ./b}", "{model: ./b, parameters: {weight: 0.0}}"),
+        "`weight` is 0.0: Input should not be 0",
+    ),
+    "union of equal vocabularies": (
+        f"{TA}tokenizer_source: union\nparameters: {{basis: none, lambda: 1}}",
+        SUM,
+    ),
+    "a model's tokenizer": (
+        f"{TA}tokenizer_source: ./a\nparameters: {{basis: none, lambda: 1}}",
+        SUM,
+    ),
+    "tokens of a model": (
+        f"{TA}tokenizer: {{source: base, tokens: {{t5: {{source: ./a}}}}}}\n"
+        "parameters: {basis: none, lambda: 1}",
+        SUM,
+    ),
+    "a padded vocabulary": (f"{TA}pad_to_multiple_of: 64", "put it in `tokenizer`"),
+    "a chat template": (
+        f"{TA}chat_template: chatml\ntokenizer_source: base\ndtype: float32\n"
+        "parameters: {basis: none, lambda: 1}",
+        SUM,
+    ),
+    "no such chat template": (f"{TA}chat_template: chatlm", "chatlm"),
+    "dtype in parameters": (f"{TA}parameters: {{dtype: bfloat16}}", "belongs at the recipe's top"),
+    "density of addition": (f"{TA}parameters: {{density: 0.5}}", "`density` belongs to basis_ties"),
+    "lambda of a model": (
+        TA.replace("{model: ./b}", "{model: ./b, parameters: {lambda: 0.5}}"),
+        "`lambda` under `models[1].parameters` belongs to the recipe's `parameters`",
+    ),
+    "an adapter as a mapping": (
+        """
+        merge_method: basis_ta
+        base_model: ./base
+        models: [{model: {model: {path: ./base}, lora: {path: ./x}}}, {model: ./a}]
+        parameters: {basis: none, lambda: 1}
+        """,
+        {"x": 1.0, "a": 1.0},
+    ),
+    "an adapter alone": (TA.replace("./b}", "./x}"), "an adapter goes as BASE+ADAPTER"),
+    "names of models alone": (
+        "merge_method: basis_ta\nbase_model: ./base\nmodels: [./a, ./b]",
+        "`models.0`: ",
+    ),
+    "several bases": (TA.replace("./base", "[./base, ./a]"), "`base_model`"),
+    "anchors": (
+        """
+        merge_method: basis_ta
+        base_model: ./base
+        models:
+          - &one {model: ./a, parameters: &half {weight: 0.5}}
+          - {<<: *one, model: ./b}
+        parameters: {basis: none, lambda: 1}
+        """,
+        {"a": 0.5, "b": 0.5},
+    ),
+    "exclude as a list": (f"{TA}parameters: {{exclude: [embed, lm_head]}}", "`embed|lm_head`"),
+    "layers of models": (
+        TA.replace("{model: ./b}", "{model: ./b, layer_range: [0, 4]}"),
+        "unknown key `layer_range` under `models`[1]",
+    ),
+    "a module of vision models": (
+        """
+        merge_method: basis_ta
+        base_model: ./base
+        modules: {text_decoder: {models: [{model: ./a}, {model: ./b}]}}
+        """,
+        "`modules`: the models have no text_decoder",
+    ),
+    "an option of the command": (f"{TA}allow_crimes: true", "unknown key `allow_crimes`"),
+    "a method's name with a dash": (TA.replace("basis_ta", "basis-ta"), "did you mean `basis_ta`?"),
+    "several recipes": (f"name: one\n{TA}---\nname: two\n{TA}", "mergekit-multi runs several"),
+    "an empty recipe": ("# nothing yet\n", "expected a mapping with `merge_method`"),
+    "a path with a tilde": (TA.replace("./a", "~/a"), "recipes expand neither `~` nor `$`"),
+}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published")
+    base, _ = family(folder, partial(llama, num_hidden_layers=4), ("a", "b"))
+    adapter(base, folder / "x")
+    return folder
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_recipes(
+    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(published)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    text, right = PUBLISHED[name]
+    file, out = tmp_path / "recipe.yml", tmp_path / "out"
+    file.write_text(dedent(text))
+    done = CliRunner().invoke(run_yaml.main, [str(file), str(out), "--quiet"])
+    if isinstance(right, str):
+        assert done.exit_code == 1 and not out.exists()
+        assert right in done.output and done.output.count("\n") == 1, done.output
+        return
+    assert done.exit_code == 0, done.output
+    start, merged = load(published / "base"), load(out)
+    states = {"a": load(published / "a"), "b": load(published / "b"), "x": start | fused(published)}
+    for key, tensor in start.items():
+        moved = [by * (states[task][key] - tensor) for task, by in right.items()]
+        assert torch.allclose(merged[key], sum(moved, tensor), atol=1e-6), key
+
+
+def fused(folder: Path) -> dict[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    tuned: Any = peft.PeftModel.from_pretrained(model, folder / "x")
+    state: dict[str, torch.Tensor] = tuned.merge_and_unload().state_dict()
+    return state

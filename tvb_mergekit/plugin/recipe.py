@@ -200,10 +200,8 @@ def _models(sections: Sequence[_Section], base: ModelReference) -> tuple[ModelRe
         if identity in listed:
             raise UserError(f"`{where}` lists {model} twice (as {listed[identity]}): list it once")
         if identity == its_own and (model != base or not its_list.endswith("sources")):
-            raise UserError(
-                f"`{where}` is the base model {base}: list only fine-tuned models, and the base in "
-                "`sources`, as `base_model` writes it"
-            )
+            remedy = "write it as there" if "sources" in its_list else "take it out of this list"
+            raise UserError(f"`{where}` is the base model {base}: {remedy}")
         listed[identity] = model
     first: tuple[ModelReference, ...] = ()
     for where, listed in lists.items():

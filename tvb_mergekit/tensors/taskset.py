@@ -251,9 +251,10 @@ def check_words(models: Sequence[Weights], tasks: Sequence[str], names: Iterable
     """Raise UserError if embeddings, among these tensors, have other rows than the base's, the
     first model's. A reserved token that a model calls otherwise keeps its row."""
     embeddings, known = tied_uses(names), models[0].folder
-    words = vocabulary(known) if embeddings and known else {}
-    for task, folder in zip(tasks, (model.folder for model in models[1:]), strict=True):
-        rows = vocabulary(folder) if words and folder and folder != known else {}
+    folders = {t: m.folder for t, m in zip(tasks, models[1:], strict=True) if m.folder != known}
+    words = vocabulary(known) if embeddings and known and folders else {}
+    for task, folder in folders.items():
+        rows = vocabulary(folder) if words and folder else {}
         moved = [word for word, row in words.items() if rows.get(word, row) != row]
         for word in moved[:1]:
             raise UserError(
