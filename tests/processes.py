@@ -173,12 +173,6 @@ def on_change(folder: Path | str, act: Fault, number: int, log: Path | None = No
     sys.addaudithook(hook)
 
 
-def small_files(size: int) -> None:
-    """No file may be longer: real writes fail, as they do on a full disk."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-
 def unprivileged() -> None:
     """Permissions count for root, too: without CAP_DAC_OVERRIDE and _READ_SEARCH."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -6,8 +6,10 @@ patched names.
 """
 
 import inspect
+import os
 import re
 import shutil
+import subprocess
 import sys
 import tarfile
 import textwrap
@@ -21,6 +23,7 @@ import mergekit.merge_methods.registry as registry
 import pytest
 
 import tvb_mergekit.plugin as names
+from tvb_mergekit.core.settings import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -358,3 +361,85 @@ def test_python_starts_with_one_more_module(few_lines):
         (few_lines.site / name).unlink()
     without = set(few_lines.run("-c", text).stdout.split())
     assert with_hook - without == {"tvb_mergekit_hook"}
+
+
+# mergekit's own tests, with this package installed
+
+# They come from the source distribution of the version that is installed. COMMON stands in for a
+# file that it lacks; `test_basic_merges.py` needs more of that file, and is left out.
+COMMON = """
+import tempfile
+
+import transformers
+from mergekit.io import LazyTensorLoader
+from mergekit.merge import MergeOptions, run_merge
+
+
+def make_picollama(path, vocab_size=64):
+    config = transformers.LlamaConfig(
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=24, num_attention_heads=4,
+        num_hidden_layers=2)
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+def run_and_check_merge(config, check_nan=True, check_tensors=True, validate=None, auto_arch=False):
+    with tempfile.TemporaryDirectory() as folder:
+        run_merge(config, out_path=folder, options=MergeOptions(quiet=True))
+        loader = LazyTensorLoader.from_disk(folder)
+        assert not any(loader.get_tensor(n).isnan().any() for n in loader.index.tensor_paths)
+        if validate is not None:
+            validate(folder)
+"""
+CONFTEST = """
+from pathlib import Path
+
+import tvb_mergekit_hook
+from mergekit.merge_methods import get
+
+
+def pytest_sessionstart(session):
+    assert get("basis_ta") and tvb_mergekit_hook._FINDER.handed_over
+    assert not tvb_mergekit_hook._FINDER.stopped
+"""
+
+REGRESSIONS = (
+    "tests/test_merge_method_regressions.py::"
+    "test_state_dict_methods_accept_strided_weights_without_mutation"
+)
+
+
+@pytest.mark.slow
+def test_mergekit_own_tests(tmp_path, make_venv, wheel):
+    version = names.version("mergekit")
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary=mergekit"]
+    command += ["-d", str(tmp_path), f"mergekit=={version}"]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        problem = f"mergekit's source distribution could not be had: {done.stderr[-500:]}"
+        pytest.fail(problem) if "CI" in os.environ else pytest.skip(problem)
+    (archive,) = tmp_path.glob("mergekit-*.tar.gz")
+    with tarfile.open(archive) as tar:
+        # Only the tests, so that the mergekit that is tested is the installed one.
+        members = [m for m in tar.getmembers() if m.isfile() and "/tests/" in m.name]
+        for member in members:
+            member.name = member.name.split("/", 1)[1]
+            tar.extract(member, tmp_path / "mergekit")
+    tests = tmp_path / "mergekit" / "tests"
+    (tests / "__init__.py").touch()
+    (tests / "conftest.py").write_text(CONFTEST)
+    venv = make_venv()
+    venv.pip("install", "--no-deps", wheel)
+    (tests / "common.py").write_text(COMMON)
+    files = sorted({*tests.glob("test_*.py")} - {tests / "test_basic_merges.py"})
+    assert len(files) == 16
+    options = ["-q", "-rs", "-p", "no:cacheprovider", "--rootdir", tests.parent, "-c", os.devnull]
+    # One test merges in memory by all registered methods. Ours refuse that, in one line.
+    options += [word for method in METHODS for word in ("--deselect", f"{REGRESSIONS}[{method}]")]
+    result = venv.run("-m", "pytest", *options, *files, check=False)
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
+    lines = result.stdout.splitlines()
+    skipped = [line for line in lines if line.startswith("SKIPPED")]
+    assert all(line.endswith(("CUDA unavailable", "MPS unavailable")) for line in skipped), skipped
+    passed = int(re.search(r"(\d+) passed", lines[-1])[1])
+    assert passed >= 485  # of mergekit's without a GPU

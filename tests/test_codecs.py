@@ -32,6 +32,7 @@ from worlds import (
     adapters,
     configure,
     hub,
+    one_untied,
     other_order,
     save,
     tensors_of,
@@ -342,22 +343,6 @@ def tied_twice(folder: Path) -> Models:
     return made
 
 
-def untied(folder: Path) -> Models:
-    """A model with an output embedding of its own over a base that ties it."""
-    made = models("bfloat16", folder, TIED)
-    state = made.states[1]
-    save(Path(made.listed[0]), {**state, HEAD: state[EMBEDDING] * 1.5})
-    configure(Path(made.listed[0]), tie_word_embeddings=False)
-    return made
-
-
-def other_order_in_bfloat16(folder: Path) -> Models:
-    made = other_order(folder)
-    for place, state in zip((made.base, *made.models.values()), made.states, strict=True):
-        save(place, {name: tensor.bfloat16() for name, tensor in state.items()})
-    return made
-
-
 def pickled(folder: Path) -> Models:
     made = models("bfloat16", folder)
     as_bin(Path(made.listed[0]))
@@ -365,13 +350,14 @@ def pickled(folder: Path) -> Models:
     return made
 
 
+BF16: dict[str, Any] = {"dtypes": (torch.bfloat16,), "scale": 0.002, "tasks": FOUR}
 COPIES: dict[str, tuple[Callable[[Path], Models], dict[str, Any]]] = {
     "shards": (partial(models, "bfloat16", max_shard_size="30KB"), {}),
     "tied": (partial(models, "bfloat16", make=TIED), {}),
     "tied, twice in one": (tied_twice, {}),
-    "untied in one": (untied, {"exclude": HEAD}),
+    "untied in one": (partial(one_untied, **BF16), {"exclude": HEAD}),
     "more tokens": (more_tokens, {"exclude": "embed_tokens|lm_head"}),
-    "other order": (other_order_in_bfloat16, {"extra": {"tokenizer_source": "base"}}),
+    "other order": (partial(other_order, **BF16), {"extra": {"tokenizer_source": "base"}}),
     "many models": (partial(models, "bfloat16", tasks=[f"task{n}" for n in range(14)]), {}),
     "in PyTorch's format": (pickled, {}),
 }

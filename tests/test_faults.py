@@ -21,7 +21,7 @@ import torch
 import yaml
 from processes import INTERRUPT, Fault, little_disk, on_call, on_change, run, unprivileged
 from safetensors.torch import load_file, save_file
-from tiny import as_bin, gpt2, llama
+from tiny import as_bin, llama
 
 
 @dataclass(frozen=True)
@@ -227,18 +227,6 @@ def sharded(folder: Path) -> None:
     (folder / "b" / INDEX).write_text(text)
 
 
-def indexed(**places: Any) -> Setup:
-    """Shards of which the index says something else; `norm` stands for NORM."""
-
-    def setup(folder: Path) -> None:
-        sharded(folder)
-        index = json.loads((folder / "b" / INDEX).read_text())
-        index["weight_map"] |= {NORM if k == "norm" else k: v for k, v in places.items()}
-        (folder / "b" / INDEX).write_text(json.dumps(index))
-
-    return setup
-
-
 def removed(name: str) -> Setup:
     return lambda folder: (folder / name).unlink()
 
@@ -261,11 +249,6 @@ def quantized(folder: Path) -> None:
     rewrite(folder / "b" / "config.json", json.dumps(config).encode())
 
 
-def gpt(folder: Path) -> None:
-    shutil.rmtree(folder / "b")
-    gpt2().save_pretrained(folder / "b")
-
-
 def other_base(folder: Path) -> None:
     torch.manual_seed(99)
     model = llama()
@@ -275,15 +258,6 @@ def other_base(folder: Path) -> None:
     model.save_pretrained(folder / "b")
 
 
-def adapter(folder: Path) -> None:
-    shutil.rmtree(folder / "b")
-    (folder / "b").mkdir()
-    text = json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]})
-    (folder / "b" / "adapter_config.json").write_text(text)
-    save_file({"x": torch.zeros(2)}, folder / "b" / "adapter_model.safetensors")
-
-
-LORA = ("./a", "./base+./b", "./c")
 HALF = {"dtype": "float16"}
 OF_FILES = {
     # values
@@ -320,9 +294,6 @@ OF_FILES = {
     "shard missing": Case(
         setup=both(sharded, removed(f"b/{SHARDED[1]}")), wants=("b: shard", SHARDED[1], "missing")
     ),
-    "shard lacks": Case(
-        setup=indexed(norm=SHARDED[0]), wants=("b: the index", f"`{NORM}`", SHARDED[0])
-    ),
     "bin cut": Case(
         setup=both(lambda f: as_bin(f / "b"), cut("b/pytorch_model.bin", 0.5)),
         wants=("b/pytorch_model.bin", "truncated"),
@@ -330,11 +301,6 @@ OF_FILES = {
     "bin code": Case(setup=payload, wants=("b/pytorch_model.bin", "running code", "safetensors")),
     "no config": Case(setup=removed("b/config.json"), wants=("./b has no configuration",)),
     "quantized": Case(setup=quantized, wants=("./b is stored quantized .gptq.",)),
-    "architectures": Case(setup=gpt, wants=("--allow-crimes",)),
-    "adapter as a model": Case(setup=adapter, wants=("./b has no configuration", r"BASE\+ADAPTER")),
-    "adapter of another base": Case(
-        recipe(models=LORA), ("adapter b ", "`x` fits no tensor of the base"), adapter
-    ),
 }
 
 

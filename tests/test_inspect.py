@@ -12,15 +12,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import reference
-import tiny
 import torch
 import yaml
 from click.testing import CliRunner
-from commands import merge, tvb, write
+from commands import tvb, write
 from reference import Array, Dense
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from test_faults import ALL, OF_FILES, RECIPES, Case, prepare, recipe, slices, snapshot
+from test_faults import ALL, OF_FILES, RECIPES, Case, prepare, slices, snapshot
 from torch import Tensor
 from worlds import Models, World
 
@@ -274,17 +273,6 @@ def inspect(document: Mapping[str, Any], code: int = 0) -> str:
     return str(done.stdout if code == 0 else done.stderr)
 
 
-ONLY_MERGES = {"slices": slices(ALL, ALL), "union": recipe(tokenizer={"source": "union"})}
-
-
-@pytest.mark.parametrize("document", ONLY_MERGES.values(), ids=ONLY_MERGES)
-def test_what_a_merge_takes_and_a_build_does_not(document, here, caplog):
-    assert "Retained energy" in inspect(document)
-    assert "not for `tvb build`: `" in caplog.text
-    assert "`" in tvb("build", "recipe.yml", "store", code=1).stderr
-    merge(document, here / "out")
-
-
 def test_excluded_tensors_of_a_merge_with_slices(here: Path) -> None:
     document = slices(ALL, ALL)
     document["parameters"] = {"exclude": "lm_head"}
@@ -313,19 +301,6 @@ def test_output_folders(here: Path) -> None:
     with mock.patch("os.access", lambda path, mode: mode != os.W_OK):  # root may write anywhere
         with pytest.raises(UserError, match="is not writable"):
             check_output_folder("new/folder")
-
-
-def test_a_shard_in_a_folder_is_read_from_there(tmp_path: Path) -> None:
-    """Not from a file of its name beside the index."""
-    base, _ = tiny.family(tmp_path, tasks=())
-    wanted, weights = tiny.load(base), base / "model.safetensors"
-    (base / "w").mkdir()
-    weights.rename(base / "w" / weights.name)
-    save_file({name: 0 * value for name, value in wanted.items()}, weights)
-    places = {name: f"./w/{weights.name}" for name in wanted}
-    (base / f"{weights.name}.index.json").write_text(json.dumps({"weight_map": places}))
-    opened = Checkpoint.open(base)
-    assert all(opened.tensor(name).equal(value) for name, value in wanted.items())
 
 
 def test_memory_that_torch_cannot_get_is_a_line() -> None:

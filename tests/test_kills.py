@@ -3,7 +3,6 @@
 A moment is before a change of a file or folder, counted in a first run: `slow` takes all of them.
 """
 
-import os
 import re
 import shutil
 import sys
@@ -34,8 +33,6 @@ from processes import (
     Running,
     on_change,
     run,
-    small_files,
-    unprivileged,
 )
 
 TASKS = ["math", "code", "chat", "law", "poems"]
@@ -239,18 +236,6 @@ def test_ended(
         check_left(place, name, course, told)
 
 
-@pytest.mark.parametrize("name", ["build of bases", "build", "add", "merge"])
-def test_a_limit_on_the_size_of_files(name: str, place: Place) -> None:
-    """Real writes fail here, in the middle of a file of weights."""
-    command = COMMANDS[name]
-    place.reset(command)
-    before = place.files()
-    said = place.run(command.words, partial(small_files, 3000), 1).err
-    assert said.startswith("Error: cannot write") and said.count("\n") == 1
-    assert "File too large" in said
-    assert place.files() == before and (command.start or os.listdir(place.folder) == [])
-
-
 # Two at once
 
 
@@ -303,10 +288,3 @@ def test_a_store_is_read_while_it_changes(place: Place) -> None:
         assert ended.code == 0 or ended.err.startswith("Error: "), ended
         assert "Traceback" not in ended.err
         shutil.rmtree(place.folder / "out", ignore_errors=True)
-
-
-def test_a_folder_that_cannot_be_written(place: Place) -> None:
-    (place.folder / "shut").mkdir(mode=0o555)
-    words = "tvb add shut/s {}/law --task law --quiet --base {}/base"
-    said = place.run(words, unprivileged, 1).err
-    assert said.startswith("Error: ") and said.count("\n") == 1 and "shut" in said

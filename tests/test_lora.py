@@ -1,6 +1,7 @@
-"""Low-rank updates against dense matrices, adapters against what PEFT writes, loads and fuses."""
+"""Adapters against what PEFT writes, loads and fuses, and adapters in, an adapter out."""
 
 import json
+import math
 import re
 import shutil
 import warnings
@@ -15,15 +16,13 @@ import pytest
 import tiny
 import torch
 import transformers
-from commands import contents, recipe, refused, tvb
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from commands import contents, recipe, refused, tvb, write
 from mergekit.options import MergeOptions
+from reference import Dense, expect
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from worlds import CONV
 
-from tvb_mergekit.core import gram as lora
 from tvb_mergekit.core.gram import Factors
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.job import TaskBases
@@ -97,52 +96,6 @@ def check(adapter: Adapter, expected: Mapping[str, Tensor]) -> None:
         assert torch.equal(part, found.view(-1)[size // 3 : size * 2 // 3])
         if factors := adapter.factors.get(name):
             torch.testing.assert_close(dense(factors), expected[name], atol=2e-6, rtol=0)
-
-
-# Factors in memory
-
-
-@st.composite
-def families(draw: st.DrawFn) -> list[dict[str, Factors]]:
-    """Updates of random ranks, which may change different matrices, or none."""
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    shapes = draw(st.lists(st.tuples(*[st.integers(1, 12)] * 2), min_size=1, max_size=3))
-    updates: list[dict[str, Factors]] = [{} for _ in range(draw(st.integers(1, 4)))]
-    for update in updates:
-        for i, (rows, columns) in enumerate(shapes):
-            if rank := draw(st.integers(0, 5)):
-                left = torch.randn(rows, rank, generator=generator)
-                right = torch.randn(rank, columns, generator=generator)
-                update[f"t{i}.weight"] = Factors(left, right)
-    return updates
-
-
-@given(families())
-@settings(deadline=None, max_examples=40)
-def test_factors_are_the_dense_matrices(updates):
-    shapes = {name: both.shape for each in updates for name, both in each.items()}
-    zero = {name: Factors(torch.zeros(m, 0), torch.zeros(0, n)) for name, (m, n) in shapes.items()}
-    filled = [{**zero, **each} for each in updates]
-    vectors = torch.stack(
-        [torch.cat([torch.zeros(1), *(dense(e[n]).flatten() for n in shapes)]) for e in filled]
-    )
-    expected = vectors @ vectors.T
-    sums = lora.factor_gram(([each[n] for each in filled] for n in shapes), len(updates))
-    assert sums.gram.dtype == torch.float64 and torch.equal(sums.gram, sums.gram.T)
-    assert (sums.gram - expected).norm() <= 1e-9 * expected.norm()
-    assert sums.num_parameters == vectors.shape[1] - 1
-
-
-@given(families())
-@settings(deadline=None, max_examples=40)
-def test_updates_are_their_cores_between_two_bases(updates):
-    for name in {name for each in updates for name in each}:
-        mine = [each[name] for each in updates if name in each]
-        left, cores, right = lora.cores_of(mine)
-        for core, each in zip(cores, mine, strict=True):
-            torch.testing.assert_close(left @ core @ right.T, dense(each), atol=1e-9, rtol=0)
-        eye = torch.eye(left.shape[1], dtype=torch.float64)
-        torch.testing.assert_close(left.T @ left, eye, atol=1e-9, rtol=0)
 
 
 # Every kind of adapter, merged by mergekit-yaml
@@ -444,3 +397,89 @@ def test_adapters_of_another_base_or_of_one_use_of_tied_embeddings(world, tmp_pa
     said = refused("add", tmp_path / "store", more, "--task", "more")
     assert "`model.embed_tokens.weight`" in said and "no adapter changes it" in said
     assert before == contents(tmp_path / "store")
+
+
+# Adapters in, an adapter out: against dense merges in float64, as PEFT loads them
+
+
+Delta = dict[str, Tensor]
+
+
+def by_peft(base: Path, folder: Path) -> Delta:
+    """The float64 change of each weight by an adapter."""
+    model: Any = peft.PeftModel.from_pretrained(model_of(base), folder)
+    layers = model.base_model.model.named_modules()
+    held = {n: m for n, m in layers if isinstance(m, peft.tuners.lora.LoraLayer)}
+    return {f"{n}.weight": m.get_delta_weight("default").double() for n, m in held.items()}
+
+
+def norm(delta: Delta) -> float:
+    return math.sqrt(sum(float(each.square().sum()) for each in delta.values()))
+
+
+def off(one: Delta, other: Delta) -> float:
+    """The distance of two changes, relative to the second."""
+    assert set(one) == set(other)
+    return norm({name: one[name] - other[name] for name in one}) / norm(other)
+
+
+FILTERS = [{"filter": "mlp", "value": 0.2}, {"value": 0.7}]
+UNEVEN = {0: {"weight": 2.5}, 2: {"weight": -0.5}}
+TO_ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "addition": ("basis_ta", {"basis": "none", "lambda": 0.6, "own": UNEVEN}),
+    "filters": ("basis_ta", {"basis": "pca", "num_bases": 2, "lambda": FILTERS}),
+    "negation": ("basis_negate", {"basis": "pca", "num_bases": 2, "forget": "code", "alpha": 0.5}),
+    "iso": ("basis_iso", {"basis": "none"}),
+    "iso-cts": ("basis_iso", {"basis": "none", "common": 0.8, "lambda": 1.5, "own": UNEVEN}),
+    "tsvm": ("basis_tsvm", {"basis": "none"}),
+    "tsvm of bases": ("basis_tsvm", {"basis": "pca", "num_bases": 2}),
+    "wudi": ("basis_wudi", {"basis": "none", "flow_time": 3}),
+}
+
+
+RANKS = {"mixed adapters": (4, 2, 3), "conv1d adapters": (4, 4, 4)}
+
+
+@pytest.mark.parametrize("family_of", ["mixed adapters", "conv1d adapters"])
+@pytest.mark.parametrize("case", TO_ADAPTERS)
+def test_adapters_merge_to_an_adapter_without_loss(world, tmp_path, case, family_of):
+    method, keys = TO_ADAPTERS[case]
+    models, out = world(family_of), tmp_path / "out"
+    tvb("merge", write(models.recipe(method, **keys), tmp_path / "r"), out, "--lora", "--quiet")
+    found = by_peft(models.base, out)
+    base, opened = models.states[0], Checkpoint.open(models.base)
+    adapters = [open_adapter(each.partition("+")[2], opened).factors for each in models.listed]
+    tuned = [{n: t + (dense(of[n]) if n in of else 0) for n, t in base.items()} for of in adapters]
+    names = [name for name in base if any(name in of for of in adapters)]
+    own = keys.get("own", {})
+    weights = [own.get(number, {}).get("weight", 1.0) for number in range(3)]
+    known = Dense(base, tuned, names, weights)
+    varying: Any = {"lambda": lambda name: 0.2 if "mlp" in name else 0.7}
+    varying = varying if keys.get("lambda") is FILTERS else None
+    if method == "basis_wudi" and family_of == "conv1d adapters":  # by the base's config.json
+        keys = {**keys, "transposed": r"c_(attn|proj|fc)\."}
+    want = expect(known, method, keys, {}, models.tasks, varying).tensors
+    change = {name: want[name].double() - base[name].double() for name in found}
+    assert set(found) == set(names) and off(found, change) <= 1e-5
+    config = json.loads((out / CONFIG).read_text())
+    assert config["r"] <= sum(RANKS[family_of])
+    assert all(len(module.split(".")) == 1 for module in config["target_modules"])
+
+
+def test_mistakes_in_merges_to_adapters(world, tmp_path):
+    made, words, llama = world("mixed adapters"), ("--lora", "--quiet"), world("llama")
+    two = recipe("basis_ta", llama.base, llama.listed[:2])
+    parts = made.recipe()
+    every = [parts["base_model"], *(each["model"] for each in parts.pop("models"))]
+    sliced = {"slices": [{"sources": [{"model": each, "layer_range": [0, 1]} for each in every]}]}
+    train(made.base, tmp_path / "trained", modules_to_save=["lm_head"])
+    trained = recipe("basis_ta", made.base, [f"{made.base}+{tmp_path / 'trained'}"])
+    for plan, more, said in (
+        (two, words, "no exact factors (not all models are adapters)"),
+        (two, ("--dtype", "float16"), "--dtype is for adapters: add --lora"),
+        (trained, words, "no exact factors (lm_head.weight: no factors of one matrix"),
+        (parts | {"modules": {"default": sliced}}, words, "`slices`: an adapter has"),
+        (made.recipe("basis_ties"), words, "no exact factors (basis_ties trims single entries)"),
+    ):
+        assert said in refused("merge", write(plan, tmp_path / "r"), tmp_path / "out", *more)
+    assert not (tmp_path / "out").exists()

@@ -5,8 +5,6 @@ of `balanced`, which the formulas leave open, is taken from the product and chec
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -14,9 +12,8 @@ import commands
 import numpy as np
 import pytest
 import reference
-import tiny
 import torch
-from commands import assert_close, merge, ready, recipe, write
+from commands import assert_close, merge, ready
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import Array, Dense
@@ -310,59 +307,32 @@ def test_streams_of_vectors_that_are_hard(tasks, dtype, seed, budget, begin):
         check_stream(bases, base, tau[:, : i + 1], UNITS[dtype], known)
 
 
-# The commands, on Llama checkpoints
-
-
-@pytest.fixture(scope="module")
-def llamas(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
-    tasks = [f"t{i}" for i in range(8)]
-    small = partial(tiny.llama, hidden_size=16, intermediate_size=24, num_hidden_layers=1)
-    return tiny.family(tmp_path_factory.mktemp("llamas"), small, tasks, scale=0.01)
-
-
-def tvb_add(store: Path, model: Path | str, task: str, *words: object) -> str:
-    return commands.tvb("add", store, model, "--task", task, "--quiet", *words).stdout
-
-
-def test_what_commands_say_of_llamas(tmp_path, llamas):
-    """Task vectors until the budget, then bases."""
-    base, models = llamas
-    store = tmp_path / "a store" / "s[1]"
-    start, states = tiny.load(base), [tiny.load(path) for path in models]
-    naive = Naive(Dense(start, states, sorted(start)), 4, "balanced")
-    for index in range(7):
-        more = ["--base", base, "--budget", 4, "--compress", "balanced"] if index == 0 else []
-        said, inner = spied(tvb_add, store, models[index], f"t{index}", *more)
-        naive.add(index, inner)
-        count = f"{index + 1} task vector"
-        assert (count if index < 4 else f"4 bases of {count}") in said
-        known = "Largest relative error" if index <= 4 else "errors of the tasks are not known"
-        assert known in said
-    check_state(tvb.load(store), naive)
-    shown = commands.tvb("inspect", store).stdout
-    assert "The sum of all task vectors is 2 B0 + 2 B1 + 2 B2 + 1 B3" in shown
-    expected = reference.addition(naive.dense, naive.bases * naive.shares, 0.4 * 7 / 4)
-    found = merge({**ready(store, "add"), "dtype": "float32"}, tmp_path / "add").tensors
-    assert_close(found, naive.dense.split(expected), start, strict=1e-5)
+# The commands
 
 
 FILTERS = [{"filter": "mlp", "value": 1}, {"value": 0.5}]
 
 
 @pytest.mark.parametrize("given", [0.8, None, FILTERS])
-def test_a_lambda_of_bases_keeps_its_meaning_when_the_store_grows(given, tmp_path, llamas):
-    base, models = llamas
+def test_a_lambda_of_bases_keeps_its_meaning_when_the_store_grows(given, tmp_path, world):
+    """Also over the exported recipes, whose sum is then that of all task vectors."""
+    made, store = world("six"), tmp_path / "s"
     keys = {"basis": "balanced", "num_bases": 2} | ({} if given is None else {"lambda": given})
-    made = recipe("basis_ta", base, models[:4], **keys)
-    commands.tvb("build", write(made, tmp_path / "s"), tmp_path / "s", "--quiet")
-    before = ready(tmp_path / "s", "add")["parameters"]
+    made.build(store, tasks=made.tasks[:4], **keys)
+    before = ready(store, "add")["parameters"]
     assert before == {"lambda": 0.4 if given is None else given, "lambda_scale": "bases"}
     filters = [{"filter": "mlp", "value": 0.5}, {"value": 0.25}]
     want = filters if given is FILTERS else {0.8: 0.4, None: 0.2}[given]
-    for index in (4, 5):
-        tvb_add(tmp_path / "s", models[index], f"new{index}")
-        after = ready(tmp_path / "s", "add")["parameters"]
-        assert after == {"lambda": want, "lambda_scale": "tasks"}
+    for task in made.tasks[4:]:
+        commands.tvb("add", store, made.models[task], "--task", task, "--quiet")
+        assert ready(store, "add")["parameters"] == {"lambda": want, "lambda_scale": "tasks"}
+    bases, names = tvb.load(store), list(made.states[0])
+    dense = Dense(made.states[0], made.states[1:], names)
+    check_errors(bases, matrix_of(bases), dense.tau)
+    if given is None:
+        merged = merge({**ready(store, "add"), "dtype": "float32"}, tmp_path / "add").tensors
+        expected = dense.theta + 0.2 * dense.tau.sum(axis=1)
+        assert_close(merged, dense.split(expected), made.states[0], strict=1e-5)
 
 
 def test_a_tensor_that_the_store_has_tied_must_not_be_trained_on_its_own() -> None:

@@ -160,51 +160,6 @@ def test_held_out_items_are_right_and_disjoint(monkeypatch: pytest.MonkeyPatch) 
 # Running recipes
 
 
-HIDDEN = """
-import os, shlex, sys, warnings
-import peft  # with torch and transformers, which go by the system's name
-
-for name in ("fork", "geteuid", "getuid", "link", "posix_fadvise", "pread", "preadv", "pwrite",
-             "pwritev", "sched_getaffinity", "uname"):
-    delattr(os, name)
-sys.modules |= dict.fromkeys(("fcntl", "grp", "pwd", "resource"))
-from mergekit.scripts import run_yaml
-from tvb_mergekit.cli import commands
-
-warnings.filterwarnings("error", category=EncodingWarning, module="tvb_mergekit")
-for line in sys.stdin:
-    words = shlex.split(line)
-    main = run_yaml.main if words[0] == "mergekit-yaml" else commands.main
-    main(words[1:], prog_name=words[0], standalone_mode=False)
-"""
-
-
-@pytest.mark.slow
-def test_commands_without_the_calls_of_one_system(tmp_path: Path) -> None:
-    """The calls that Windows or macOS lack are hidden; each file names its encoding, too."""
-    document = read("quickstart.yml")
-    new = document["models"].pop()["model"]
-    (tmp_path / "seven.yml").write_text(yaml.safe_dump(document))
-    for key in ("basis", "num_bases"):
-        del document["parameters"][key]
-    (tmp_path / "all.yml").write_text(yaml.safe_dump(document))
-    lines = (
-        "mergekit-yaml recipes/quickstart.yml OUT/merged",
-        "tvb build OUT/seven.yml OUT/store",
-        f"tvb add OUT/store {new} --task sum --budget 4",
-        "tvb inspect OUT/store",
-        "tvb undo OUT/store",
-        "tvb export OUT/store OUT/sort --task sort",
-        "tvb build OUT/all.yml OUT/sampled --keep 0.5",
-        "tvb export OUT/sampled OUT/upper --task upper",
-    )
-    script = [sys.executable, "-X", "warn_default_encoding", "-c", HIDDEN]
-    run(*script, stdin="\n".join(lines).replace("OUT", shlex.quote(str(tmp_path))))
-    check_output(tmp_path / "merged")
-    for name in ("sort", "upper"):
-        assert (tmp_path / name / "model.safetensors").is_file()
-
-
 @pytest.mark.parametrize("name", OURS)
 def test_quickstart_recipe_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

@@ -185,9 +185,9 @@ def tied(folder: Path, stored: str = "once") -> Models:
     return made
 
 
-def one_untied(folder: Path) -> Models:
+def one_untied(folder: Path, **options: Any) -> Models:
     """One task trained its output embedding apart, on a base that ties it."""
-    made = hub(TIED, folder)
+    made = hub(TIED, folder, **options)
     states = [{**state, HEAD: state[EMBEDDING].clone()} for state in made.states]
     states[1][HEAD] += 0.01 * torch.randn_like(states[1][HEAD])
     model = Path(made.listed[0])
@@ -209,9 +209,9 @@ def two_more_tokens(folder: Path) -> Models:
     return made
 
 
-def other_order(folder: Path) -> Models:
+def other_order(folder: Path, **options: Any) -> Models:
     """The second model's vocabulary is the base's in another order."""
-    made = hub(llama, folder)
+    made = hub(llama, folder, **options)
     model, state = Path(made.listed[1]), made.states[2]
     order = torch.randperm(96, generator=torch.Generator().manual_seed(0))
     inner = Tokenizer(WordLevel({f"t{int(t)}": i for i, t in enumerate(order)}, unk_token="t0"))
@@ -368,7 +368,6 @@ FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
     ),
     "three layers": partial(hub, THREE_LAYERS, tasks=TASKS),
     "twins": twins,
-    "one model": partial(hub, llama, tasks=THREE[:1]),
     "many models": partial(hub, llama, tasks=[f"task{n}" for n in range(14)], scale=0.005),
     "mixed formats": mixed_formats,
     "tied": tied,
@@ -384,7 +383,6 @@ FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
     "store of balanced": partial(a_store, basis="balanced"),
     "store of all": partial(a_store, basis="none"),
     "store of gpt2": partial(a_store, basis="balanced", make=gpt2),
-    "store, tied": partial(a_store, basis="pca", make=TIED, same={HEAD: EMBEDDING}),
     "store in float16": partial(
         a_store, basis="balanced", dtype="float16", dtypes=MIXED, scale=0.002
     ),
