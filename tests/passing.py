@@ -23,26 +23,14 @@ def held_item(
     return Item(name, tuple(base.shape), Part.in_memory(base), parts, out)
 
 
-def as_deltas(items: Sequence[Item], count: int) -> list[Item]:
-    """The items, of which the first `count` inputs hold differences from the base."""
-
-    def turned(item: Item) -> Item:
-        deltas = (replace(part, holds="delta") for part in item.inputs[:count])
-        return replace(item, inputs=(*deltas, *item.inputs[count:]))
-
-    return [turned(item) for item in items]
-
-
 def gram_of(
     items: Sequence[Item],
     tasks: Sequence[str],
     engine: Engine = Engine(),
-    *,
-    deltas: int = 0,
     **how: Any,
 ) -> GramSums:
     """The sums of a Gram pass."""
-    return gram_pass(as_deltas(items, deltas), tasks, engine, **how)
+    return gram_pass(items, tasks, engine, **how)
 
 
 def combine(
@@ -52,13 +40,11 @@ def combine(
     engine: Engine = Engine(),
     *,
     add_base: bool = False,
-    deltas: int = 0,
     **how: Any,
 ) -> None:
     """Give `sink` the columns of task vectors @ matrix; items without inputs stay the base's."""
-    given = as_deltas(items, deltas)
-    names = [item.name for item in given if item.inputs]
-    combine_pass(given, dict.fromkeys(names, Step.of(matrix, add_base)), sink, engine, **how)
+    names = [item.name for item in items if item.inputs]
+    combine_pass(items, dict.fromkeys(names, Step.of(matrix, add_base)), sink, engine, **how)
 
 
 def merge_tensor(

@@ -20,10 +20,6 @@ from typing import Any
 import pytest
 import torch
 import torchgen
-from commands import recipe
-from mergekit.config import MergeConfiguration
-from mergekit.merge import run_merge
-from mergekit.options import MergeOptions
 from passing import combine, gram_of, held_item
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -355,20 +351,3 @@ def test_an_error_in_one_worker_stops_the_others() -> None:
     items = [held_item(f"layer.{n}", base, models) for n, (base, *models) in enumerate(made)]
     with pytest.raises(ValueError, match=r"layer\.2.*`b` holds 1 NaN"):
         gram_of(items, TASKS[:2], Engine(CPU))
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU is there")
-@pytest.mark.parametrize(
-    ("options", "wanted"),
-    [
-        ({"cuda": True}, "device `cuda` cannot be used here"),
-        ({"device": "cdua"}, "device `cdua` cannot be used here: .*; name another, such as cpu"),
-    ],
-)
-def test_a_missing_device_is_refused_before_reading(options, wanted, tiny_models, tmp_path):
-    made = recipe("basis_ta", tiny_models / "base", [tiny_models / "a"])
-    with pytest.raises(RuntimeError, match=wanted):
-        run_merge(
-            MergeConfiguration.model_validate(made), str(tmp_path / "out"), MergeOptions(**options)
-        )
-    assert not (tmp_path / "out").exists()

@@ -74,37 +74,6 @@ def test_in_memory_equals_on_disk(basis, dtype, world, tmp_path):
             assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
 
 
-def test_additions_in_memory_equal_those_on_disk(world: World, tmp_path: Path) -> None:
-    """And those that `remove` and `undo` take back."""
-    base, models = five(world)
-    memory = None
-    for number, (task, model) in enumerate(models.items()):
-        keys: dict[str, Any] = {} if number else {"budget": 3, "compress": "balanced"}
-        before = memory
-        memory = tvb.add(memory, base, model, task, weight=1 + number / 4, **keys)
-        disk = tvb.add(tmp_path / "s", base, model, task, weight=1 + number / 4, **keys)
-        for bases in (disk, tvb.load(tmp_path / "s")):
-            assert bases.tasks == memory.tasks and bases.shares.equal(memory.shares)
-            told = bases.facts.errors, bases.facts.basis_weights, bases.facts.budget
-            assert told == (memory.facts.errors, memory.facts.basis_weights, 3)
-            for name, tensor in memory.tensors.items():
-                torch.testing.assert_close(bases.tensors[name], tensor, rtol=1e-12, atol=1e-15)
-            one, two = tvb.merge(bases, base), tvb.merge(memory, base)
-            assert all(torch.equal(t, two[n]) for n, t in one.items())
-        if before is not None:
-            assert len(before.tasks) == number, "bases in memory are not changed"
-            assert tvb.undo(tmp_path / "s").tasks == before.tasks
-            assert tvb.undo(tmp_path / "s").tasks == memory.tasks
-    whole = tvb.build(base, models, tmp_path / "whole")
-    less = tvb.remove(tmp_path / "whole", "code")
-    assert less.tasks == [task for task in TASKS if task != "code"] and len(whole.tasks) == 5
-    want = tvb.build(base, {task: models[task] for task in less.tasks})
-    assert less.facts.norms == pytest.approx(want.facts.norms)
-    one, two = tvb.merge(less, base, basis="none"), tvb.merge(want, base, basis="none")
-    assert all(torch.equal(t, two[n]) for n, t in one.items())
-    assert tvb.undo(tmp_path / "whole").tasks == whole.tasks
-
-
 def test_a_base_that_ties_what_its_models_do_not(world: World) -> None:
     """Each name has its own task vector."""
     base, models = five(world)

@@ -17,7 +17,6 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import mergekit.merge_methods.registry as registry
 import pytest
@@ -62,20 +61,6 @@ def test_install_and_uninstall(make_venv, wheel):
     assert re.fullmatch("Error: .*`lamda`.*\n", result.stderr), result.stderr
     venv.pip("uninstall", "-y", "tvb-mergekit")
     assert venv.files() == before
-
-
-def test_the_source_distribution_makes_the_same_wheel(wheel, tmp_path, monkeypatch):
-    backend = pytest.importorskip("hatchling.build")
-    monkeypatch.chdir(ROOT)
-    with tarfile.open(tmp_path / backend.build_sdist(str(tmp_path))) as archive:
-        archive.extractall(tmp_path)
-    (source,) = (path for path in tmp_path.glob("tvb_mergekit-*") if path.is_dir())
-    monkeypatch.chdir(source)
-    made = []
-    for file in (wheel, tmp_path / backend.build_wheel(str(tmp_path))):
-        with zipfile.ZipFile(file) as archive:
-            made.append({info.filename: info.CRC for info in archive.infolist()})
-    assert made[0] == made[1]
 
 
 # The hook, a mergekit of few lines
@@ -322,17 +307,6 @@ def test_a_missing_name_is_named(module, place, monkeypatch, capsys):
         registry.get("basis_ta")
 
 
-def test_a_name_without_a_row_cannot_be_imported(monkeypatch, capsys):
-    def missing(*args: Any) -> None:
-        raise ImportError("cannot import name 'Task' from 'mergekit.graph'", name="mergekit.graph")
-
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
-    monkeypatch.setattr(names, "replace", missing)
-    printed = hand_over("mergekit.merge", capsys)
-    assert re.search(rf"{INSTALLED} does not fit: cannot import name 'Task'.*\n$", printed)
-    assert "basis_ta" not in registry._METHODS
-
-
 VERSIONS = [(names.TESTED, True), ("0.1.6.dev1", True), ("0.2.0", False), ("0.10.1", False)]
 
 
@@ -347,20 +321,6 @@ def test_the_range_of_versions(version, known, monkeypatch, capsys):
     assert [bool(hand_over(module, capsys)) for module in names.PROBED].count(True) == (
         0 if known else len(names.PROBED)
     )
-
-
-# What the hook is made of
-
-
-def test_python_starts_with_one_more_module(few_lines):
-    # Python 3.13 loads a codec for the first .pth file, whatever is in it.
-    (few_lines.site / "other.pth").write_text("# nothing")
-    text = "import sys; print(*sys.modules)"
-    with_hook = set(few_lines.run("-c", text).stdout.split())
-    for name in HOOK_FILES:
-        (few_lines.site / name).unlink()
-    without = set(few_lines.run("-c", text).stdout.split())
-    assert with_hook - without == {"tvb_mergekit_hook"}
 
 
 # mergekit's own tests, with this package installed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -384,40 +383,6 @@ def test_exports_are_the_models(case: str, tmp_path: Path) -> None:
     tvb("export", store, tmp_path / "32", "--task", tasks[0], "--dtype", "float32")
     assert all(same(t, states[0][n].float()) for n, t in load(tmp_path / "32").items())
     assert json.loads((tmp_path / "32" / "config.json").read_text())["dtype"] == "float32"
-
-
-near = partial(torch.testing.assert_close, rtol=4e-3, atol=1e-5)  # in bfloat16
-
-
-def test_names_and_forms_of_models_in_the_library(tmp_path: Path) -> None:
-    """Weight files, state dicts and folders, with names that files, recipes or mergekit split."""
-    made = models("bfloat16", tmp_path / "in", TIED, tasks=FOUR)
-    base, states = made.states[0], made.states[1:]
-    shutil.copy(made.listed[1] / "model.safetensors", single := tmp_path / "one.safetensors")
-    (tmp_path / "private.json").write_text("{}")
-    names = ["a/b", "x+y@z", "vectors", "A/B"]
-    given = dict(zip(names, (made.listed[0], single, *states[2:]), strict=True))
-    for number, start in enumerate((made.base, made.base / "model.safetensors", base)):
-        store = tmp_path / f"store{number}"
-        bases = tvb_mergekit.build(start, given, store, weights={"x+y@z": 0.5})
-        assert {v.codec for v in bases.facts.vectors} == {"lossless"}
-        for name, want in zip(names, states, strict=True):
-            found = tvb_mergekit.reconstruct(bases, start, name)
-            assert all(same(found[n], t) for n, t in want.items())
-        again = tvb_mergekit.add(store, start, states[0], "con", weight=-1.0)
-        assert again.facts.errors["con"] == 0 and again.whole
-        assert "private.json" not in {Path(each).name for each in again.facts.held}
-    words = ("--base", made.base, "--quiet")
-    tvb("export", tmp_path / "store0", tmp_path / "all", "--all", *words)
-    folders = ("a-b", "x-y-z", "vectors", "A-B-2", "con")
-    for out, want in zip(folders, (*states, states[0]), strict=True):
-        assert others(tmp_path / "all" / out) == others(made.base)
-        assert all(same(t, want[n]) for n, t in load(tmp_path / "all" / out).items())
-    start, order = vector(base, list(base)), list(base)
-    for name, k, weight in (("x+y@z", 1, 0.5), ("con", 0, -1.0)):
-        out = tmp_path / f"no-{k}"
-        tvb("merge", tmp_path / "store0", out, "--method", f"forget-{name}", *words)
-        near(vector(load(out), order), start - weight * tau_of(made, k, order))
 
 
 # The code of blocks

@@ -31,7 +31,6 @@ from tvb_mergekit.store.facts import Facts, read_output
 from tvb_mergekit.store.inspection import Inspection, as_json
 from tvb_mergekit.store.store import load
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.output import StagedFolder, check_output_folder
 
 
 class Kind(NamedTuple):
@@ -284,23 +283,6 @@ def test_excluded_tensors_of_a_merge_with_slices(here: Path) -> None:
     file.unlink()  # a link to that of other tests
     save_file(state, file, {"format": "pt"})
     assert "32 NaN" in inspect(document, code=1)
-
-
-def test_output_folders(here: Path) -> None:
-    for out, want in {"base": "is the input", "a/x": "lies in", "recipe.yml": "is a file"}.items():
-        with pytest.raises(UserError, match=want):
-            check_output_folder(out, ["base", "a"])
-    Path("mine").mkdir()
-    staged = StagedFolder("mine")
-    for folder in (staged.path, Path("mine")):
-        (folder / "added_tokens.json").write_text(str(folder))
-    with pytest.raises(UserError, match=r"already holds added_tokens\.json"):
-        staged.publish()
-    staged.discard()
-    assert Path("mine/added_tokens.json").read_text() == "mine"
-    with mock.patch("os.access", lambda path, mode: mode != os.W_OK):  # root may write anywhere
-        with pytest.raises(UserError, match="is not writable"):
-            check_output_folder("new/folder")
 
 
 def test_memory_that_torch_cannot_get_is_a_line() -> None:

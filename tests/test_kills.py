@@ -211,10 +211,9 @@ def test_killed(name: str, everywhere: bool, place: Place, course_of: Any) -> No
 
 ENDS = {"full": (FULL, 1), "interrupted": (INTERRUPT, 130), "terminated": (TERMINATE, 143)}
 FEW = [("add", "full", 2), ("build", "interrupted", 1), ("add to a full store", "terminated", 1)]
-ALL = [pytest.param(n, act, 12, marks=pytest.mark.slow) for n in COMMANDS for act in ENDS]
 
 
-@pytest.mark.parametrize(("name", "act", "count"), [*FEW, *ALL])
+@pytest.mark.parametrize(("name", "act", "count"), FEW)
 def test_ended(
     name: str, act: str, count: int, place: Place, course_of: Callable[[str], Course]
 ) -> None:

@@ -3,7 +3,6 @@
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -134,13 +133,11 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "PiSSA": (partial(wrap, init_lora_weights="pissa"), NAMES),
     "left PiSSA": (lambda m: wrap(m, init_lora_weights="pissa").unload(), "are not the base's"),
     "compiled": (lambda m: setattr(m, "model", torch.compile(m.model)), f"names {EMBEDDING}"),
-    "another parameter": (lambda m: setattr(m, "more", INT8), "names more otherwise"),
     "int8": (lambda m: setattr(m.model.norm, "weight", INT8), f"`{NORM}` is torch.int8 on cpu"),
     "on meta": (lambda m: m.to("meta"), "is torch.bfloat16 on meta"),
     "resized": (lambda m: m.resize_token_embeddings(99), "[99, 32] are not the base's [96, 32]"),
     "tied": (lambda m: setattr(m.lm_head, "weight", m.model.embed_tokens.weight), "shares its"),
     "cast": (lambda m: m.float(), ""),
-    "assigned": (lambda m: m.load_state_dict(state_of(m), assign=True), ""),
 }
 
 
@@ -206,20 +203,3 @@ def test_files_that_are_overwritten_in_place(stored: Any, tmp_path: Path) -> Non
         refused(f"{file}: was changed after it was opened", call)
         assert live.current == {"math": 1.0}
         assert_bits(model, want)
-
-
-def test_threads_of_a_server_keep_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that first uses PyTorch during a change takes the process's number, not one."""
-    base = state_of(model := nn.Linear(4, 4, bias=False))
-    live = attach(model, library.build(base, {"a": {"weight": torch.eye(4)}}, basis="none"), base)
-    found, before = list[int](), torch.get_num_threads()
-
-    def count(*_: Any) -> None:
-        found.append(ThreadPoolExecutor(1).submit(torch.get_num_threads).result())
-
-    monkeypatch.setattr(LiveSink, "write", count)
-    torch.set_num_threads(3)
-    live.use("a")
-    count()
-    torch.set_num_threads(before)
-    assert found == [3, 3]

@@ -302,10 +302,6 @@ def test_orientation_of_square_matrices(tmp_path, shapes, flag, kind):
     adapter = open_adapter(tmp_path, Checkpoint.open(tmp_path / "model.safetensors"))
     expected = up @ down if kind == "linear" else (up @ down).T
     torch.testing.assert_close(adapter.tensor("a.weight"), expected)
-    del base["a.bias"]  # Conv1D always has one
-    save_file(base, tmp_path / "model.safetensors")
-    adapter = open_adapter(tmp_path, Checkpoint.open(tmp_path / "model.safetensors"))
-    torch.testing.assert_close(adapter.tensor("a.weight"), up @ down)
 
 
 # Refusing

@@ -15,19 +15,17 @@ import pytest
 import reference
 import torch
 import transformers
-from commands import Result, assert_close, assert_same, merge, recipe, refused, slices, tvb, write
+from commands import Result, assert_close, assert_same, merge, recipe, slices, tvb, write
 from mergekit import merge_methods
 from reference import Dense, expect, flat
 from safetensors.torch import save_file
 from tiny import TASKS, family, llama, load
 from torch import Tensor
 from worlds import ARCHITECTURES, EMBEDDING, FAMILIES, HEAD, THREE, Models, World, llava, vit
-from yaml.reader import Reader
 
 import tvb_mergekit
 from tvb_mergekit.core.basis import encode
 from tvb_mergekit.core.settings import resolve_settings
-from tvb_mergekit.tensors import checkpoint
 
 Tensors = Mapping[str, Tensor]
 FAST = {"steps": 300}
@@ -432,33 +430,6 @@ def test_commands(command: str, world: World, tmp_path: Path) -> None:
     assert_same(Result(out), merge(document, tmp_path / "same"))
 
 
-@pytest.mark.parametrize("stored", [False, True])
-def test_recipe_is_parsed_and_headers_are_read_once(stored, world, tmp_path, monkeypatch):
-    base, listed = world("llama").base, world("llama").listed
-    if stored:
-        store = tmp_path / "store"
-        tvb_mergekit.build(base, world("llama").models, store, **BALANCED)
-        listed = [store]
-    parsed, read = [], []
-    parse, header = Reader.__init__, checkpoint._read_safetensors_header
-
-    def parsing(self: Reader, stream: Any) -> None:
-        text = stream if isinstance(stream, str) else ""
-        parsed.extend(["recipe"] * ("merge_method" in text))
-        parse(self, stream)
-
-    def reading(folder: Path, shard: str) -> Any:
-        read.append(folder)
-        return header(folder, shard)
-
-    monkeypatch.setattr(Reader, "__init__", parsing)
-    monkeypatch.setattr(checkpoint, "_read_safetensors_header", reading)
-    merge(recipe("basis_ta", base, listed, **({} if stored else BALANCED)), tmp_path / "out")
-    assert len(parsed) == 2  # by us and by mergekit
-    vectors = [store / "vectors"] * 2 if stored else listed
-    assert sorted(read) == sorted([base, *vectors])
-
-
 # Refusals
 
 
@@ -474,13 +445,6 @@ def test_mergekit_pytorch_and_tensors_in_memory(tmp_path: Path) -> None:
     ):
         with pytest.raises(RuntimeError, match=r"use mergekit-yaml, or tvb_mergekit\.merge"):
             call()
-
-
-def test_what_is_refused_leaves_nothing(world, tmp_path):
-    out = tmp_path / "out"
-    file = write(world("llama").recipe("basis_ta", **BALANCED), out)
-    said = refused("merge", file, out, "--quiet", "--out-shard-size", "5 apples")
-    assert "500M or 5B" in said and list(tmp_path.iterdir()) == [file]
 
 
 def test_new_tokens_of_a_union(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import pytest
 from mergekit.common import ModelReference
 
 from tvb_mergekit.core.settings import (
-    GLOBAL_KEYS,
     METHODS,
     VARYING_KEYS,
     check_tasks,
@@ -35,22 +34,6 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert defaults == {"basis_ta": 0.4, "basis_ties": 0.4, "basis_negate": 0.0} | dict.fromkeys(
         ["basis_iso", "basis_tsvm", "basis_wudi"], 1.0
     )
-
-
-def test_the_keys_in_force_are_those_of_method_and_basis() -> None:
-    def told(method: str, **given: object) -> set[str]:
-        return set(GLOBAL_KEYS) - set(resolve_settings(method, given, TASKS).in_force())
-
-    training = {"temperature", "steps", "learning_rate", "weight_decay", "anneal_every"}
-    training |= {"anneal_factor"}
-    ties, wudi = {"merge_func"}, {"flow_time", "transposed"}
-    matrices = {"common", "matrices"} | wudi
-    assert told("basis_ta") == {"forget"} | ties | matrices
-    assert told("basis_ties", num_bases=3) == {"forget", "basis_ratio"} | matrices
-    assert told("basis_negate", basis="pca", **FORGET) == ties | matrices | training
-    sizes = {"num_bases", "basis_ratio"}
-    assert told("basis_iso", basis="none") == {"forget"} | wudi | ties | training | sizes
-    assert told("basis_wudi") == {"forget", "common"} | ties
 
 
 @pytest.mark.parametrize(

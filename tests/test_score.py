@@ -186,15 +186,6 @@ def test_ratios_and_their_errors_against_gradients(tmp_path: Path) -> None:
         assert model.stderr == pytest.approx(np.linalg.norm(slopes * errors), rel=1e-4)
 
 
-def test_each_category_from_its_own_specialist(small: Path) -> None:
-    write_results("math.json", {"add": 0.8, "sub": 0.6, "run": 0.0})
-    write_results("code.json", {"add": 0.0, "sub": 0.0, "run": 0.5})
-    # (40 + 20) / (70 + 50), and with one for the rest (40 + 20) / (70 + 40)
-    for rest, normalized in (("code=code.json", "50.00"), ("sft", "54.55")):
-        text = run("ta", *BENCH, "--specialist", "math=math.json", "--specialist", rest)
-        assert row(text, LAST)[1].startswith(normalized)
-
-
 def test_of_two_files_the_newer_counts_and_two_models_are_refused(small: Path) -> None:
     # by the date within, whatever the names are
     write_results("ta/results_z.json", {"add": 0.9, "more": 0.5}, date=0.5)
@@ -364,20 +355,6 @@ def test_p_values_against_enumeration() -> None:
     assert sign_flip(np.repeat([1.0, -1.0, 0.0], [180, 120, 1019])) == pytest.approx(below / 2**299)
     # tasks count alike, whatever their items are: 7 of the 8 sums of ±1 ±1/2 ±1/2, those of 0 half
     assert difference([np.ones(1), -np.ones(2)]).p == pytest.approx(7 / 8, abs=0.01)
-
-
-def test_small_p_values_lie_between_exact_p_and_hoeffdings_bound() -> None:
-    sizes = np.array([100] * 3 + [*range(1, 10)] * 22)
-    likely = np.ones(1)  # of the sums of +-sizes, by convolution
-    for size in sizes:
-        likely = np.convolve(likely, [0.5, *[0] * (2 * size - 1), 0.5])
-    for minus in range(60, 100, 10):
-        signs = np.where(np.arange(len(sizes)) < minus, -1, 1)[::-1]
-        total = int(abs(signs @ sizes))
-        tail = likely[sizes.sum() + total :]
-        exact, bound = 2 * tail.sum() - tail[0], 2 * np.exp(-(total**2) / (2 * sizes @ sizes))
-        if exact < 1e-5:
-            assert exact <= sign_flip(1.0 * signs * sizes) <= bound * (1 + 1e-6)
 
 
 def test_holm_against_closed_testing() -> None:

@@ -17,7 +17,7 @@ import tiny
 import torch
 import xxhash
 from click.testing import CliRunner
-from commands import contents, merge, ready, recipe, refused, tvb, write
+from commands import contents, recipe, refused, tvb, write
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -360,37 +360,6 @@ def test_a_store_that_may_only_be_read(here: Path) -> None:
     assert contents(here / "lossless") == before
 
 
-# Where it lies
-
-
-@pytest.mark.parametrize("moved", [True, False])
-def test_a_store_that_was_moved_finds_its_base(moved: bool, here: Path, tmp_path: Path) -> None:
-    """Another model lies where the base was, or where it would be if it had been moved."""
-    place = tmp_path / "elsewhere"
-    place.mkdir()
-    for kind, keys in {"two": {"basis": "balanced", "num_bases": 2}, "all": {}}.items():
-        made = recipe("basis_ta", here / "base", [here / task for task in "abc"], **keys)
-        tvb("build", write(made, here / kind), kind, "--quiet")
-    want = tiny.load(merge(ready(here / "two", "ties"), here / "want").folder)
-    for kind in ("two", "all"):
-        shutil.move(here / kind, place / kind)
-    if moved:
-        shutil.move(here / "base", place / "away")
-        shutil.copytree(here / "b", here / "base")
-        tvb("remove", place / "all", "--task", "b")  # needs no base
-        shutil.move(place / "away", place / "base")
-    else:
-        shutil.copytree(here / "b", place / "base")
-        tvb("add", place / "all", here / "d", "--task", "d", "--quiet")
-    os.chdir(tmp_path)
-    tvb("merge", place / "two", "out", "--method", "ties", "--quiet")
-    found = tiny.load(tmp_path / "out")
-    assert all(torch.equal(found[name], tensor) for name, tensor in want.items())
-    tvb("export", place / "all", "exported", "--task", "a", "--quiet")
-    state = tiny.load(tmp_path / "exported")
-    assert all(torch.equal(state[name], t) for name, t in tiny.load(here / "a").items())
-
-
 # What it says
 
 
@@ -422,8 +391,6 @@ def test_only_a_lossless_store_is_told_that_models_may_go(here: Path) -> None:
         out = here / f"new{'-'.join(words)}"
         said = tvb("build", write(recipe("basis_ta", here / "base", files), out), out, *words)
         assert (delete in said.stdout) == ("--lossless" in words or not words), words
-    assert delete not in tvb("add", out, "c", "--task", "c", "--quiet").stdout
-    assert delete in tvb("add", "lossless", "d", "--task", "d").stdout
     # a model that does not fit is dense: not all bits come back
     wide = changed(here / "e", here / "wide", lambda _, t: t.float())
     assert delete not in tvb("add", "lossless", wide, "--task", "wide", "--quiet").stdout

@@ -247,35 +247,15 @@ def test_which_items_choose(tmp_path: Path) -> None:
     assert all(not set(items) & set(found[name]["chosen"]) for name, items in rest.items())
 
 
-OWN = """
-from lm_eval.api.task import ConfigurableTask
-
-class Own(ConfigurableTask):
-    def __init__(self, config):
-        super().__init__(config={k: v for k, v in config.items() if k != "class"})
-
-    has_training_docs = lambda self: False
-    has_validation_docs = has_test_docs = lambda self: True
-    validation_docs = lambda self: self.dataset["validation"]
-    test_docs = lambda self: self.dataset["test"]
-"""
-
-
-@pytest.mark.parametrize(("own_class", "shots"), [(False, 3), (True, 0), (True, 3)])
-def test_an_item_is_not_its_own_example(own_class: bool, shots: int, tmp_path: Path) -> None:
-    """Examples come from the validation split too, which a task's own class may find."""
-    splits = {"validation_split": None, "test_split": None} if own_class else {}
-    own_task(tmp_path, "tt", {"validation": 6, "test": 8}, num_fewshot=shots, **splits)
-    if own_class:
-        (tmp_path / "tt_own.py").write_text(OWN)
-        with (tmp_path / "tt.yaml").open("a") as file:
-            file.write("class: !function tt_own.Own\n")
+def test_an_item_is_not_its_own_example(tmp_path: Path) -> None:
+    """Examples come from the validation split too."""
+    own_task(tmp_path, "tt", {"validation": 6, "test": 8}, num_fewshot=3)
     (found,) = tasks.load_tasks(["tt"], [], tasks.Evaluation({}, include_path=[str(tmp_path)]), "")
     assert (found.split, found.items) == ("validation", 6)
     found.loaded.set_fewshot_seed(seed=1234)
     assert len(found.loaded.eval_docs) == 6
     for doc in found.loaded.eval_docs:
-        assert found.loaded.fewshot_context(doc, num_fewshot=shots).count(doc["question"]) == 1
+        assert found.loaded.fewshot_context(doc, num_fewshot=3).count(doc["question"]) == 1
 
 
 FORGET, DOUBLE = quick("basis_negate", forget="sum", alpha=1.0), ["--control", "quickstart_double"]

@@ -96,9 +96,9 @@ def load(folder: Path) -> dict[str, Tensor]:
     return merged
 
 
-def as_bin(folder: Path, shards: int = 1, extra: dict[str, Tensor] | None = None) -> None:
+def as_bin(folder: Path, shards: int = 1) -> None:
     """Rewrite a checkpoint in PyTorch's format, as older models on the Hub are."""
-    state = load(folder) | (extra or {})
+    state = load(folder)
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     if shards == 1:

@@ -81,13 +81,6 @@ class Models:
     def merge(self, method: str, out: Path, **keys: Any) -> Result:
         return merge(self.recipe(method, **keys), out)
 
-    def tau(self, task: str) -> dict[str, Tensor]:
-        """The task vector in float64, with its weight."""
-        number = list(self.tasks).index(task)
-        base, model = self.states[0], self.states[1 + number]
-        weight = self.own.get(number, {}).get("weight", 1.0)
-        return {name: weight * (model[name].double() - base[name].double()) for name in base}
-
 
 # Models as `save_pretrained` writes them
 

@@ -128,7 +128,6 @@ def shares(of: Callable[[Item], bool], tasks: Iterable[str]) -> dict[str, float]
 SCORES = shares(lambda item: item.right, TASKS)
 SCORES["mergebench_safety"] = fmean(SCORES[task] for task in TESTED)
 KEYWORD = shares(lambda item: item.by_phrase, TESTED)
-PARSE_ERRORS = shares(lambda item: item.judge.count("\n") != 3, TASKS)
 
 
 def stage_safety(home: Path) -> dict[str, str]:

@@ -119,32 +119,3 @@ def test_machines_that_cannot_isolate_are_told_why(monkeypatch):
     monkeypatch.setenv("MERGEBENCH_CODE_MEMORY_GIB", "nan")
     monkeypatch.setattr(programs, "_probe", lambda _: None)
     assert refusal().startswith("MERGEBENCH_CODE_MEMORY_GIB=nan: give a number above 0 and up to a")
-
-
-UNCHECKED = "failed: timed out, and was not looked at again"
-
-
-@pytest.mark.parametrize(("budget", "again", "ends"), [
-    (300.0, ["slow", "quick", "hangs"], ["slow", "a", "failed: timed out", "b", "quick"]),
-    (0.15, ["slow", "quick"], ["slow", "a", UNCHECKED, "b", "quick"]),  # one of each item first
-    (0.0, [], [UNCHECKED, "a", UNCHECKED, "b", UNCHECKED]),
-])  # fmt: skip
-def test_what_timed_out_runs_once_more_alone_within_a_budget(budget, again, ends, monkeypatch):
-    calls: list[str] = []
-
-    def run(program: str, seconds: float) -> str:
-        assert seconds == 3.5
-        second = program in calls
-        calls.append(program)
-        time.sleep(0.1)
-        hangs = program == "hangs" or (program in ("slow", "quick") and not second)
-        return "failed: timed out" if hangs else program
-
-    monkeypatch.setattr(programs, "run", run)
-    monkeypatch.setattr(programs, "SECOND_LOOK_SECONDS", budget)
-    monkeypatch.setenv("MERGEBENCH_CODE_WORKERS", "5")
-    monkeypatch.setenv("MERGEBENCH_CODE_SECONDS", "3.5")
-    said = programs.run_all(["slow", "a", "hangs", "b", "quick"], 7, [0, 0, 0, 1, 1])
-    assert said == ends and calls[5:] == again
-    unchecked = ends.count(UNCHECKED) / 5
-    assert programs.score({}, [said]) == {"score": 0, "unchecked": unchecked}

@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import time
-from fractions import Fraction
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -108,27 +107,6 @@ def test_scores_are_those_computed_by_hand(found: Any) -> None:
         assert found["results"][name]["score_stderr,none"] > 0, name
 
 
-OTHER = {
-    "mergebench_ifeval": "prompt_level_strict_acc 1/4 prompt_level_loose_acc 2/4 "
-    "inst_level_strict_acc 3/6 inst_level_loose_acc 4/6",
-    "mergebench_gsm8k": "exact_match_flexible 11/19 exact_match_strict 6/19 flexible 13/19",
-    "mergebench_math_hendrycks": "flexible 6/8 as_text 0",
-    "mergebench_arc_ru": "acc 2/5",
-    "mergebench_hellaswag_ru": "acc 1/4",
-}
-
-
-def test_the_other_metrics(found: Any) -> None:
-    results = found["results"]
-    for task, text in OTHER.items():
-        for metric, value in zip(text.split()[::2], text.split()[1::2], strict=True):
-            assert results[task][f"{metric},none"] == pytest.approx(float(Fraction(value))), task
-    for task, share in rows.PARSE_ERRORS.items():
-        assert results[task]["parse_error,none"] == pytest.approx(share), task
-    perplexity = results["mergebench_val_multilingual"]["perplexity,none"]
-    assert perplexity == pytest.approx(math.exp(200 / 3))
-
-
 def test_scores_by_keywords_are_under_another_name(found: Any) -> None:
     results = found["results"]
     for task, score in rows.KEYWORD.items():
@@ -139,23 +117,6 @@ def test_scores_by_keywords_are_under_another_name(found: Any) -> None:
     group = results["mergebench_safety_keyword"]
     assert group["score,keyword"] == pytest.approx(fmean(rows.KEYWORD.values()))
     assert "score,none" not in group
-
-
-def test_each_safety_item_is_judged_as_by_hand(out: Path) -> None:
-    for task, items in rows.TASKS.items():
-        for name, wanted in (("none", "right"), ("keyword", "by_phrase")):
-            kept = [sample for sample in samples(out, task) if sample["filter"] == name]
-            scored = {sample["doc"]["prompt"]: sample["score"] for sample in kept}
-            assert scored == {item.prompt: getattr(item, wanted) for item in items}, task
-
-
-@pytest.mark.skipif(not ISOLATED, reason="no namespaces to run hostile programs in")
-@pytest.mark.parametrize(("task", "row", "text", "expected"), CODE)
-def test_each_of_ten_programs_is_judged(out, task, row, text, expected):
-    (verdicts,) = samples(out, task)[row]["filtered_resps"]
-    assert len(verdicts) == 10
-    for program, verdict in zip(itertools.cycle(expected), verdicts, strict=False):
-        assert (verdict == "passed") is expected[program], program
 
 
 def test_the_table_of_these_results(out: Path, found: Any, tmp_path: Path) -> None:

@@ -85,49 +85,6 @@ def test_the_filter_of_the_phrases() -> None:
     assert found == [{"refusal": no, "harmful": not no} for no in (True, False)]
 
 
-def asked(
-    wildguard: ModuleType, monkeypatch: pytest.MonkeyPatch, fail_at: int | None = None
-) -> list[list[Any]]:
-    """Let the judge echo, with one line for each batch in the list; stop it at one of them."""
-    batches: list[list[Any]] = []
-
-    def ask(_: object, batch: list[Any]) -> list[str]:
-        if len(batches) == fail_at:
-            raise KeyboardInterrupt
-        batches.append(batch)
-        return [f"{pair.prompt}/{pair.response}" for pair in batch]
-
-    monkeypatch.setattr(wildguard, "_ask", ask)
-    return batches
-
-
-def test_each_pair_is_asked_once_the_longest_first(wildguard, monkeypatch, tmp_path):
-    monkeypatch.setenv("MERGEBENCH_JUDGE_BATCH_SIZE", "2")
-    docs = [{"judged": text} for text in ("a", "bbb", "a", "cc", "a")]
-    resps = [["x"], ["x"], ["x"], ["x"], ["y"]]
-    pairs = [wildguard.Pair(doc["judged"], r) for doc, (r,) in zip(docs, resps, strict=True)]
-    first = asked(wildguard, monkeypatch, fail_at=1)
-    with pytest.raises(KeyboardInterrupt):  # interrupted judging goes on
-        wildguard.answers(pairs)
-    then = asked(wildguard, monkeypatch)
-    assert wildguard.answers(pairs) == {pair: "/".join(pair) for pair in pairs}
-    batches = [[("bbb", "x"), ("cc", "x")], [("a", "x"), ("a", "y")]]
-    assert [*first, *then] == batches
-    parsed = {"a/x": 1, "bbb/x": 2, "cc/x": 3, "a/y": 4}
-    monkeypatch.setattr(wildguard, "parse", parsed.__getitem__)
-    assert wildguard.judge(resps, docs) == [1, 2, 1, 3, 4] and len(then) == 1  # all are kept
-    monkeypatch.setenv("MERGEBENCH_JUDGE", "another")  # which is asked anew
-    assert len(wildguard.answers(pairs)) == 4 and then[1:] == batches
-    monkeypatch.setenv("MERGEBENCH_JUDGE_DTYPE", "float32")
-    wildguard.answers(pairs)
-    monkeypatch.setenv("MERGEBENCH_JUDGE", str(tmp_path))
-    wildguard.answers(pairs)
-    (tmp_path / "model.safetensors").touch()  # another model in the same folder
-    for _ in range(2):
-        wildguard.answers(pairs)
-    assert then[3:] == batches * 3
-
-
 def test_a_real_model_says_the_same_in_any_batch(wildguard, tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("MERGEBENCH_JUDGE", str(tiny))
     monkeypatch.setenv("MERGEBENCH_JUDGE_DTYPE", "float32")

@@ -1,10 +1,8 @@
 """Training and the study on a model of a few thousand parameters; the metrics; the page."""
 
-import importlib
 import json
 import math
 import sqlite3
-from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +14,9 @@ import real.study
 import torch
 import yaml
 from click.testing import CliRunner
-from real import cells, forgetting, merges, plan, tables, tasks, theory
+from real import cells, forgetting, plan, tables, tasks, theory
 from real import model as one_pass
 from real import train as training
-from safetensors import safe_open
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -69,18 +66,6 @@ def call(command: Any, world: Path, *more: str) -> str:
     return done.output
 
 
-def test_every_kind_is_trained_once(world: Path) -> None:
-    for kind, file in (("full", "model"), ("lora16", "adapter_model"), ("lora4", "adapter_model")):
-        words = ("--kind", kind, "--task", "sst2", "--examples", "16")
-        assert "sst2: 16 examples" in call(training.main, world, *words)
-        folder = world / "out/seed0" / kind / "sst2"
-        with safe_open(folder / f"{file}.safetensors", "pt") as weights:
-            assert {weights.get_tensor(k).dtype for k in weights.keys()} == {torch.bfloat16}
-        facts = json.loads((folder / "training.json").read_text())
-        assert (facts["examples"], facts["steps"]) == (16, 1 if kind == "full" else 4)
-        assert call(training.main, world, *words) == "0 of 1 specialists are missing\n"
-
-
 @pytest.mark.slow
 def test_the_study_measures_each_kind_of_cell_once(world, monkeypatch):
     monkeypatch.setattr(plan, "MODELS", {"full": ("full", FOUR)})
@@ -126,14 +111,6 @@ def test_the_study_measures_each_kind_of_cell_once(world, monkeypatch):
     call(real.study.main, world, *words)
     assert files == {file: file.stat().st_mtime_ns for file in files}
     assert page.read_text() == text and cells.read(kept) == records
-
-
-@pytest.mark.parametrize("top", range(5))
-@pytest.mark.parametrize("start", range(5))
-def test_a_climb_ends_at_the_only_maximum(top: int, start: int) -> None:
-    grid = [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert merges.climbed(grid, lambda by: -abs(by - grid[top]), grid[start]) == grid[top]
-    assert merges.climbed(grid, lambda by: 0.0, grid[start]) == 1.0
 
 
 def test_random_projections_and_the_largest_curvature() -> None:
@@ -219,18 +196,6 @@ def test_one_pass_finds_what_greedy_decoding_would() -> None:
     assert {tokenizer.eos_token_id, 2} <= set(one_pass.endings(tokenizer).tolist())
 
 
-def test_splits_share_no_prompts(tmp_path: Path) -> None:
-    items = [{"prompt": str(i % 50), "response": str(i)} for i in range(60)]
-    (tmp_path / "trec").mkdir()
-    for split, some in (("train", items), ("test", items[48:53])):
-        file = tmp_path / "trec" / f"{split}.jsonl"
-        file.write_text("".join(json.dumps(item) + "\n" for item in some))
-    splits = tasks.read(tmp_path, "trec")
-    assert len(splits["validation"]) == 8 and len(splits["test"]) == 5
-    prompts = [item.prompt for some in splits.values() for item in some]
-    assert len({*prompts}) == 50 == sum(len({i.prompt for i in some}) for some in splits.values())
-
-
 def test_metrics(tmp_path: Path) -> None:
     database = tmp_path / tasks.DATABASE
     database.parent.mkdir(parents=True)
@@ -257,64 +222,6 @@ def test_metrics(tmp_path: Path) -> None:
     assert tasks.metric(tmp_path, "trec")("a  b\n", " a b") == 1.0
 
 
-# The command for data, with small files
-
-
-SMOLLM2 = Path(get_data.__file__).parent
-FILES = {"data/raw/TREC.train": "NUM:date Wann ändert\x85 es ?\n".encode("latin-1"),
-         "data/raw/TREC.test": b"HUM:ind Who ?\nABBR:exp What ?\n"}  # fmt: skip
-ITEMS = {
-    "trec/train": [["Question: Wann ändert\x85 es ?\nType:", " number"]],
-    "trec/test": [["Question: Who ?\nType:", " human"],
-                  ["Question: What ?\nType:", " abbreviation"]],
-}  # fmt: skip
-
-
-def test_files_become_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sums = {path: sha256(data).hexdigest() for path, data in FILES.items()}
-    about = {"repository": "we/us", "commit": "c0", "licence": "ours", "files": sums}
-    given = tmp_path / "given"
-    (given / "trec/raw").mkdir(parents=True)
-    for path, data in FILES.items():
-        (given / "trec/raw" / get_data.raw_name(path)).write_bytes(data)
-    (tmp_path / "table.yml").write_text(yaml.safe_dump({"trec": about}, sort_keys=False))
-    monkeypatch.setattr(get_data, "TABLE", tmp_path / "table.yml")
-    out = tmp_path / "out"
-    words = [str(out), "--raw", str(given), "--only=trec"]
-    assert (
-        f"licence: ours\n{out / 'trec'}: 1 train, 2 test\n"
-        in CliRunner().invoke(get_data.main, words).output
-    )
-    for name, items in ITEMS.items():
-        written = (out / f"{name}.jsonl").read_bytes().splitlines()
-        assert [[*json.loads(line).values()] for line in written] == items
-    assert CliRunner().invoke(get_data.main, words).output.count("exists: nothing to do") == 1
-    raw = given / "trec/raw" / get_data.raw_name("data/raw/TREC.test")
-    raw.write_bytes(b"")
-    words[0] = str(tmp_path / "other")
-    done = CliRunner().invoke(get_data.main, words)
-    assert f": SHA-256 {sha256().hexdigest()}, expected SHA-256" in done.stderr
-    assert done.exit_code == 1
-
-
 def test_the_table_has_the_sets_of_the_benchmark() -> None:
     table = yaml.safe_load(get_data.TABLE.read_text())
     assert list(get_data.SETS) == list(table) == [*tasks.TASKS, *tasks.OUTSIDE]
-
-
-def test_items_of_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(SMOLLM2 / "eval")
-    data: Any = importlib.import_module("smollm2_data")
-    (tmp_path / "sst2").mkdir()
-    for split, count in (("train", 24), ("test", 120)):
-        items = [{"prompt": f"{split} {i}:", "response": f" {i}"} for i in range(count)]
-        lines = "".join(json.dumps(item) + "\n" for item in items)
-        (tmp_path / "sst2" / f"{split}.jsonl").write_text(lines)
-    loaded = data.load("sst2", str(tmp_path))
-    assert {part: len(items) for part, items in loaded.items()} == {"test": 100, "validation": 4}
-    doc = loaded["test"][0]
-    for answer, score in ((doc["response"], 1.0), (doc["response"] + "\n", 1.0), ("no", 0.0)):
-        assert data.scored(doc, [answer]) == {"score": score}
-    listed = yaml.safe_load((SMOLLM2 / "eval/smollm2.yaml").read_text())["task"]
-    files = sorted(file.stem for file in (SMOLLM2 / "eval").glob("[!_]*.yaml"))
-    assert sorted(f"smollm2_{name}" for name in files if name != "smollm2") == sorted(listed)
