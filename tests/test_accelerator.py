@@ -257,8 +257,8 @@ MERGES: list[tuple[str, Any, Any]] = [
     ("basis_ta", {"basis": "balanced"}, [LINEAR, (0, SUMS)]),  # norms on the way
     ("basis_ta", {"basis": "rand_select"}, [LINEAR, (0, SUMS)]),
     ("basis_ta", {"basis": "pca"}, [GRAM, LINEAR]),
-    ("basis_negate", {**ALL, "forget": "a", "alpha": 1.0}, [LINEAR, (0, SUMS)]),
-    ("basis_negate", {"basis": "rand_select", "forget": "a", "alpha": 1.0}, [GRAM, LINEAR]),
+    ("basis_negate", {**ALL, "forget": "a", "alpha": 1.0}, [LINEAR, (1, SUMS)]),
+    ("basis_negate", {"basis": "rand_select", "forget": "a", "alpha": 1.0}, [GRAM, LINEAR, (1, 0)]),
     ("basis_ties", {"basis": "balanced"}, [GRAM, COUNT, TRIM]),
     ("basis_ties", ALL, [COUNT, (0, SUMS), TRIM]),  # G on the way
     ("basis_iso", ALL, [(0, SUMS), matrices(0, 2)]),

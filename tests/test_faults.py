@@ -119,7 +119,7 @@ RECIPES = {
     "gradient": wrong(AE | {"num_bases": [2, 3]}, "`num_bases`", r"\[2, 3\]", "one value"),
     "M > T": wrong({"num_bases": 4}, "`num_bases` is 4", "3 models"),
     "two sizes": wrong({"basis_ratio": 0.9, "num_bases": 2}, "`num_bases`", "`basis_ratio`", "one"),
-    "weight 0": model({"weight": 0}, "`weight` is 0", "not be 0"),
+    "weight 0": model({"weight": 0}, "`weight` is 0", "greater than 0"),
     "no expression": wrong({"exclude": "*.bias"}, "`exclude`", "regular expression"),
     "no filter": wrong({"lambda": [{"filtr": "mlp", "value": 1.0}]}, "`filtr` under `lambda`"),
     "another base": Case(slices(ALL, base_model="./a"), (r"`slices\[0\].base_model` is ./a",)),
@@ -285,7 +285,7 @@ OF_FILES = {
     ),
     "most lost in a model": Case(
         setup=edited("b", lambda t: [t.pop(name) for name in [*t] if "norm" not in name]),
-        wants=("9. % of the base", "missing in a model", "fine-tuned from this base"),
+        wants=("9. % of the base", "16 missing in b .*", "fine-tuned from this base"),
     ),
     # files
     "data cut": Case(
