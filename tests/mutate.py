@@ -77,7 +77,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("basis.py", "scales * encoding.recon", "encoding.recon"),
     ],
     f"{MERGING} -k entry_by_entry": [
-        ("methods/ties.py", "np.float32(-1)", "np.float32(99)"),
+        ("methods/ties.py", "< threshold", "<= threshold"),
         ("methods/ties.py", "bases.sum(0).sign_()", "bases[0].sign()"),
         ("methods/ties.py", "bases.mul_(sign).clamp_(min=0)", "bases.abs_()"),
         ("methods/ties.py", "agreeing.amax(0)", "agreeing.sum(0)"),

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,10 +65,6 @@ class Dense:
 
 def flat(state: State, names: Sequence[str]) -> Array:
     return np.concatenate([state[n].double().reshape(-1).numpy() for n in names])
-
-
-def number_of_bases(gram: Array, num_bases: int | None = None, basis_ratio: float = 0.5) -> int:
-    return num_bases or max(1, math.floor(basis_ratio * len(gram) + 0.5))
 
 
 # Encoders: W_e [T, M], W_d [M, T] and the whole map R [T, T] with T_hat = T R
@@ -188,28 +185,18 @@ def negation(dense: Dense, bases: Array, forgotten: Array, lambda_: Value, alpha
     return addition(dense, bases, lambda_) - dense.spread(alpha) * forgotten.sum(axis=1)
 
 
-def kth_largest(values: Array, k: int) -> float:
-    return float(np.sort(np.abs(values))[::-1][max(1, k) - 1])
-
-
-@dataclass
-class Trimmed:
-    """Result of `ties`, and the entries whose fate rests on rounding (`boundary`, [d] bool)."""
-
-    merged: Array
-    boundary: NDArray[np.bool_]
-
-
 def ties(
     dense: Dense,
     bases: Array,
     lambda_: Value,
     density: Value = 0.2,
     merge_func: str = "sum",
-) -> Trimmed:
-    """Trim by a full sort, Elect, Merge. `boundary` marks entries of any basis within 2e-4 of its
-    threshold, which is found from bins of a relative width of 6e-5, and those whose sum is zero up
-    to rounding."""
+) -> tuple[Array, NDArray[np.bool_]]:
+    """Trim by a full sort, Elect, Merge; and the entries [d] whose fate rests on rounding.
+
+    These are the entries of any basis within 2e-4 of its threshold, which is found from bins of a
+    relative width of 6e-5, and those whose sum is zero up to rounding.
+    """
     thresholds, boundary = np.empty_like(bases), np.zeros(len(bases), dtype=bool)
     start = 0
     for name in dense.names:
@@ -218,14 +205,12 @@ def ties(
             continue
         share = density(name) if callable(density) else density
         for column in range(bases.shape[1]):
-            if share >= 1:
-                limit = 0.0
-            else:
-                count = share * len(bases)
-                limit = kth_largest(bases[:, column], round(count))
+            sizes, count, limit = np.abs(bases[:, column]), share * len(bases), 0.0
+            if share < 1:
+                falling = np.sort(sizes)[::-1]
+                limit = falling[max(1, round(count)) - 1]
                 if count % 1 == 0.5:  # either neighbour is nearest
-                    either = [kth_largest(bases[:, column], int(count) + k) for k in (0, 1)]
-                    boundary |= np.isin(np.abs(bases[:, column]), either)
+                    boundary |= np.isin(sizes, falling[max(0, int(count) - 1) : int(count) + 1])
             thresholds[start : start + size, column] = limit
         start += size
     boundary |= (np.abs(np.abs(bases) - thresholds) <= 2e-4 * thresholds).any(axis=1)
@@ -240,7 +225,7 @@ def ties(
         merged = elected * np.abs(agreeing).max(axis=1)
     elif merge_func == "mean":
         merged = merged / np.maximum((agreeing != 0).sum(axis=1), 1)
-    return Trimmed(dense.theta + dense.spread(lambda_) * merged, boundary)
+    return dense.theta + dense.spread(lambda_) * merged, boundary
 
 
 # Matrices of all bases [M, m, n]
@@ -359,8 +344,8 @@ def coefficients(
 ) -> Coefficients:
     """W_e, W_d and R of the recipe's `parameters`; `stored` is its basis.safetensors."""
     basis, gram = parameters.get("basis", "ae"), dense.gram
-    sizes = {k: v for k, v in parameters.items() if k in ("num_bases", "basis_ratio")}
-    count = number_of_bases(gram, **sizes)  # type: ignore[arg-type]
+    ratio: Any = parameters.get("basis_ratio", 0.5)
+    count: Any = parameters.get("num_bases") or max(1, math.floor(ratio * len(gram) + 0.5))
     if basis == "none":
         return Coefficients(*[np.eye(len(gram))] * 3)
     if basis == "pca":
@@ -405,7 +390,8 @@ def merged(
     chosen: dict[str, Value] = {"lambda": 0.0 if method == "basis_negate" else 0.4, "density": 0.2}
     if method in OF_MATRICES:
         chosen["lambda"] = 1.0
-    chosen |= {k: parameters[k] for k in ("lambda", "alpha", "density") if k in parameters}  # type: ignore[misc]
+    known: Mapping[str, Any] = parameters
+    chosen |= {k: known[k] for k in ("lambda", "alpha", "density") if k in known}
     chosen |= varying or {}
     by_tasks = parameters.get("lambda_scale") == "tasks"
     factor = rebuilt.shape[1] / bases.shape[1] if by_tasks else 1.0
@@ -421,4 +407,4 @@ def merged(
         return Expected(dense.split(by_matrices(dense, bases, method, parameters, scaled)))
     how = {k: str(parameters[k]) for k in ("merge_func",) if k in parameters}
     found = ties(dense, bases, scaled, chosen["density"], **how)
-    return Expected(dense.split(found.merged), dense.split(found.boundary))
+    return Expected(*map(dense.split, found))

@@ -1,7 +1,6 @@
 """Basis and merge: Gram matrix and encoder of a recipe, coefficients of its merges, and steps.
 
-A step goes from theta_0 and a piece of the task vectors to outputs. It computes in float32, and the
-caller casts once to the output dtype.
+A step goes from theta_0 and a piece of the task vectors to outputs, in float32.
 
 A coefficient multiplies a finished direction: theta_0 + fl(scale * direction), two roundings of
 each entry. A fused product and sum would round differently by piece and processor. So a direction
@@ -143,8 +142,7 @@ class Combination:
         if method.merges != "sums":
             return {"lambda": encoder.sum(1) / (self.num_bases * self.scale)}
         offered = {"reconstruction": self.weighted_reconstruction, "tasks": self.tasks}
-        found: Mapping[str, Tensor] = method(self.settings, encoder, **offered)
-        return found
+        return method(self.settings, encoder, **offered)
 
     @property
     def trims(self) -> bool:
@@ -187,19 +185,6 @@ class Basis(Combination):
     encoding: Encoding
     weights: Sequence[float]
 
-    @classmethod
-    def of(
-        cls,
-        settings: Settings,
-        tasks: Sequence[str],
-        weights: Sequence[float],
-        sums: GramSums,
-        encoding: Encoding,
-    ) -> Basis:
-        scales = torch.tensor(weights, dtype=torch.float64, device="cpu")[:, None]
-        coefficients = scales * encoding.encoder, scales * encoding.reconstruction
-        return cls(settings, tasks, *coefficients, sums, encoding, weights)
-
     @property
     def waits(self) -> bool:
         """Whether no pass has summed yet: G does not matter, and a merge finds the norms."""
@@ -229,8 +214,7 @@ def encode(gram: Tensor | Gram, settings: Settings) -> Encoding:
     count = settings.bases_of(spectrum.size)
     if not 1 <= count <= spectrum.size:
         raise UserError(f"`num_bases` is {count}: expected 1 to {spectrum.size}, the tasks")
-    encoding: Encoding = BASES[settings.basis](settings, spectrum, count)
-    return encoding
+    return BASES[settings.basis](settings, spectrum, count)
 
 
 def check_not_zero(raw: GramSums, tasks: Sequence[str]) -> GramSums:
@@ -254,7 +238,8 @@ def build(
     """
     sums = check_not_zero(raw, tasks).scaled(weights)
     with phase("Encoding"):
-        return Basis.of(settings, tasks, weights, sums, encode(sums.gram, settings))
+        encoding = encode(sums.gram, settings)
+    return Basis(settings, tasks, *_weighted(encoding, weights), sums, encoding, weights)
 
 
 def before_gram(settings: Settings, tasks: Sequence[str], weights: Sequence[float]) -> Basis | None:
@@ -269,7 +254,13 @@ def before_gram(settings: Settings, tasks: Sequence[str], weights: Sequence[floa
         encoding = gram.encoding(np.full((count, settings.bases_of(count)), 1 / count))
     else:
         encoding = encode(gram, settings)
-    return Basis.of(settings, tasks, weights, GramSums.zero(count, inner=False), encoding)
+    sums = GramSums.zero(count, inner=False)
+    return Basis(settings, tasks, *_weighted(encoding, weights), sums, encoding, weights)
+
+
+def _weighted(encoding: Encoding, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+    scales = torch.tensor(weights, dtype=torch.float64, device="cpu")[:, None]
+    return scales * encoding.encoder, scales * encoding.reconstruction
 
 
 def unlike(norm: float, base_norm: float, others: Sequence[float]) -> str | None:

@@ -89,27 +89,31 @@ def symmetric(square: Tensor) -> Tensor:
 
 
 def check_copied(name: str, tensor: Tensor, excluded: bool) -> None:
-    """Raise UserError if a tensor that stays the base's is damaged: an excluded one, such as a
-    mask, may hold infinity."""
-    nan, inf = count_not_finite(tensor)
-    if nan or (inf and not excluded):
-        raise UserError(_damaged(name, "the base", tensor, excluded))
+    """Raise UserError if a tensor that stays the base's is damaged."""
+    if told := damage(name, "the base", tensor, excluded):
+        raise UserError(told)
 
 
 def not_finite(name: str, base: Tensor, models: Iterable[Tensor], tasks: Sequence[str]) -> str:
     """A message that names the first input of one tensor with NaN or infinity."""
-    named = zip((f"task `{task}`" for task in tasks), models, strict=True)
-    for who, tensor in (("the base", base), *named):
-        if any(count_not_finite(tensor)):
-            return _damaged(name, who, tensor)
+    named = zip(("the base", *(f"task `{task}`" for task in tasks)), (base, *models), strict=True)
+    for who, tensor in named:
+        if told := damage(name, who, tensor):
+            return told
     return (
         f"tensor `{name}`: the products of its task vectors overflow float32; the models are "
         "not fine-tuned from this base"
     )
 
 
-def _damaged(name: str, who: str, tensor: Tensor, excluded: bool = False) -> str:
+def damage(name: str, who: str, tensor: Tensor, excluded: bool = False) -> str:
+    """Say what is wrong with a tensor that holds NaN or infinity, else "".
+
+    One that is `excluded`, such as a mask, may hold infinity.
+    """
     nan, inf = count_not_finite(tensor)
+    if not nan and (excluded or not inf):
+        return ""
     other = "" if excluded else ", or leave the tensor out with `exclude`"
     return (
         f"tensor `{name}` of {who} holds {nan:,} NaN and {inf:,} infinite values of "

@@ -45,7 +45,7 @@ def fisher_mean(
 
     Args:
         bases: B [M, ...] float32.
-        informations: F_i, of the shape of a basis, of each task; one is held at a time.
+        informations: F_i of each task; one is held at a time.
         mixture, factors: W [T, M] and s [T].
         unseen: factor of the mean of the bases, which an entry without information gets.
     """
@@ -75,11 +75,9 @@ def regression_mean(
     side has the factor s_i. In float64, by Cholesky.
 
     Args:
-        name: of the tensor, for messages.
         bases: [M, m, n] float32, m outputs and n inputs of a linear layer; not changed.
         grams: X_i^T X_i [n, n] of each of the T tasks; one is held at a time.
-        mixture, factors: W [T, M] and s [T].
-        unseen: factor of the mean of the bases, which an input gets that is 0 in all data.
+        mixture, factors, unseen: as in `fisher_mean`; unseen is an input that is 0 in all data.
         off_diagonal: a factor for all entries of X_i^T X_i except the diagonal.
 
     Raises:
@@ -101,7 +99,7 @@ def regression_mean(
     right[:, dead] = unseen * bases[:, :, dead].mean(0, dtype=torch.float64)
     # With a diagonal of ones the pivots of Cholesky show whether the sum is singular.
     scales = normal.diagonal().rsqrt()
-    root, failed = torch.linalg.cholesky_ex(normal.mul_(scales).mul_(scales[:, None]))
+    root, failed = torch.linalg.cholesky_ex(normal * scales * scales[:, None])
     if failed or float(root.diagonal().min()) ** 2 < SINGULAR:
         raise UserError(
             f"tensor `{name}`: the sum of X^T X over its {inputs} inputs is singular; take more "

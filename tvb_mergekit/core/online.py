@@ -78,6 +78,6 @@ def add_task(
     # Bases that are the task vectors have their Gram matrix
     exact = torch.equal(buffer.encoder, torch.eye(len(buffer.encoder), dtype=torch.float64))
     gram = products if exact and buffer.gram is not None else None
-    one = torch.ones(1, 1, dtype=torch.float64)
+    one = torch.ones(1, 1, dtype=torch.float64)  # [[E W_e, 0], [0, 1]], and likewise
     matrix, encoder, decoder = (torch.block_diag(e, one) for e in (inner, encoder, decoder))
     return matrix, Buffer(encoder, decoder, gram, weights)

@@ -94,5 +94,5 @@ def autoencoder(
         )
     if not softmax:
         return gram.encoding(logits.double().numpy() / temperature)
-    encoder64 = torch.softmax(logits / temperature, dim=0).double().numpy()
-    return gram.encoding(encoder64 / encoder64.sum(axis=0))  # float32 sums are 1 to 1e-7
+    found = torch.softmax(logits / temperature, dim=0).double().numpy()
+    return gram.encoding(found / found.sum(axis=0))  # float32 sums are 1 to 1e-7

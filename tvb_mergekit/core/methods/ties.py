@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import hardshrink
 
 from tvb_mergekit.core.registry import Fraction, Key, merge_method
 
@@ -38,9 +36,7 @@ def trim_elect_merge(bases: Tensor, *, thresholds: Sequence[float], merge_func: 
     """TrimElectMerge(B_1 ... B_M) [n] of the bases [M, n], which it overwrites."""
     # Trim: the largest entries of each basis stay
     for row, threshold in zip(bases, thresholds, strict=True):
-        # hardshrink drops |x| <= its limit, Trim |x| < the threshold: the float32 just below.
-        limit = max(0.0, float(np.nextafter(np.float32(threshold), np.float32(-1))))
-        row.copy_(hardshrink(row, limit))
+        row.masked_fill_(row.abs() < threshold, 0)
     # Elect: the sign that has the larger sum
     sign = bases.sum(0).sign_()
     # Merge: what agrees with it, as magnitudes; 0 for the other sign
