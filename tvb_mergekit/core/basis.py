@@ -204,17 +204,14 @@ def over_bases(
     return Combination(settings, tasks, pad(torch.diag(shares), (0, 0, 0, rest)), reconstruction)
 
 
-def encode(gram: Tensor | Gram, settings: Settings) -> Encoding:
-    """The bases of these settings by G = T^T T [T, T].
+def encode(gram: Tensor, settings: Settings) -> Encoding:
+    """The bases of these settings by G = T^T T [T, T], float64.
 
     Raises:
-        UserError: G is not finite, M > T, or training diverged.
+        UserError: G is not finite, or training diverged.
     """
-    spectrum = gram if isinstance(gram, Gram) else Gram.of(gram)
-    count = settings.bases_of(spectrum.size)
-    if not 1 <= count <= spectrum.size:
-        raise UserError(f"`num_bases` is {count}: expected 1 to {spectrum.size}, the tasks")
-    return BASES[settings.basis](settings, spectrum, count)
+    spectrum = Gram.of(gram)
+    return BASES[settings.basis](settings, spectrum, settings.bases_of(spectrum.size))
 
 
 def check_not_zero(raw: GramSums, tasks: Sequence[str]) -> GramSums:
@@ -249,11 +246,12 @@ def before_gram(settings: Settings, tasks: Sequence[str], weights: Sequence[floa
     """
     if BASES[settings.basis].known < METHODS[settings.method].needs(settings):
         return None
-    count, gram = len(tasks), Gram.of(torch.eye(len(tasks), dtype=torch.float64, device="cpu"))
+    count, any_gram = len(tasks), torch.eye(len(tasks), dtype=torch.float64, device="cpu")
     if settings.basis in EVEN:  # only the sum of the bases is known, and counts
-        encoding = gram.encoding(np.full((count, settings.bases_of(count)), 1 / count))
+        even = np.full((count, settings.bases_of(count)), 1 / count)
+        encoding = Gram.of(any_gram).encoding(even)
     else:
-        encoding = encode(gram, settings)
+        encoding = encode(any_gram, settings)
     sums = GramSums.zero(count, inner=False)
     return Basis(settings, tasks, *_weighted(encoding, weights), sums, encoding, weights)
 

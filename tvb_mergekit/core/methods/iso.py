@@ -30,7 +30,7 @@ def isotropic(
     """
     count, most = len(bases), min(bases.shape[1:])
     rank, noise, total = rank or most, noise or [0.0] * count, bases.sum(0)
-    each = of_each(rank, count, common)
+    each = min(round((rank - int(rank * common)) / count), rank // count)  # of each B_m alone
     if not each:
         # D = mean(S) U V^T for U S V^T = sum_m B_m, the mean over all r singular values
         direction, sizes = polar(total, sum(noise))
@@ -47,8 +47,3 @@ def isotropic(
     # D = mean(S) P_U P_V^T
     left, sizes, right = beside(every, blur(sizes, sum(noise)))
     return left.mul_(sizes.sum() / rank) @ right.T
-
-
-def of_each(rank: int, count: int, common: float) -> int:
-    """The directions of each B_m alone, in Iso-CTS."""
-    return min(round((rank - int(rank * common)) / count), rank // count)
