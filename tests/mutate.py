@@ -36,7 +36,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "test_matrices.py": [
         ("methods/iso.py", "sizes.sum() / rank)\n    top", "sizes.max())\n    top"),
-        ("methods/iso.py", "own -= shared", "own += shared"),
+        ("methods/iso.py", "own = own - shared", "own = own + shared"),
         ("methods/wudi.py", "norms[norms == 0] = 1", "pass"),
         ("methods/wudi.py", "side = base.to(dtype) / norm\n", "side = base.to(dtype)\n"),
         ("methods/wudi.py", "(total.to(dtype) - base) @ side.T", "total.to(dtype) @ side.T"),

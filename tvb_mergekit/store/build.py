@@ -278,7 +278,7 @@ def store_facts(
     Args:
         squares: the squared norm of what each task vector loses in its code.
     """
-    merged, kind, count = facts(inputs, basis, {}), basis.settings.basis, basis.encoding.num_bases
+    merged, kind, count = facts(inputs, basis, {}), basis.settings.basis, basis.num_bases
     errors, made = errors_of(basis), dict(merged)
     if kind == "none":
         norms = basis.sums.scaled([1 / w for w in basis.weights]).norms

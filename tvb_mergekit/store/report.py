@@ -68,7 +68,7 @@ def facts(tasks: TaskSet, basis: Basis, tunables: Mapping[str, set[float]]) -> F
         tasks=list(basis.tasks),
         models=list(tasks.models),
         base_model=tasks.base_model,
-        num_bases=encoding.num_bases,
+        num_bases=basis.num_bases,
         num_parameters=sums.num_parameters,
         dtype=tasks.dtype,
         **losses,

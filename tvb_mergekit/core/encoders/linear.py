@@ -35,10 +35,6 @@ class Encoding:
     spectral_bound: float
 
     @property
-    def num_bases(self) -> int:
-        return self.decoder.shape[0]
-
-    @property
     def retained_energy(self) -> float:
         """1 - loss / tr G; 1 if all task vectors are zero."""
         total = float(self.eigenvalues.sum())

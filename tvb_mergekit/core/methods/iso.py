@@ -41,7 +41,8 @@ def isotropic(
     floor = NULL * float(sizes[:1].sum())
     for base, noisy in zip(bases, noise, strict=True):
         own = base.double()
-        own -= shared @ (shared.T @ own)  # B_m - U U^T B_m
+        own = base.double()
+        own = own - shared @ (shared.T @ own)  # B_m - U U^T B_m
         # whose small singular values are compared with those of the sum
         every.append(top_triples(own, each, max(floor, noisy)))
     # D = mean(S) P_U P_V^T
