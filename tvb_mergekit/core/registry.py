@@ -90,8 +90,7 @@ class Declared:
     """
 
     function: Callable[..., Any]
-    title: str
-    paper: str = ""
+    title: str = ""  # of a merge method
     keys: Keys = field(default_factory=dict)
     known: Level = Level.NONE
     merges: str = "matrices"

@@ -38,8 +38,8 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@basis("linear_ae", title="the autoencoder without softmax", keys=TRAINING)
-@basis("ae", title="the paper's softmax autoencoder", paper="Definition 3.1", keys=TRAINING)
+@basis("linear_ae", keys=TRAINING)
+@basis("ae", keys=TRAINING)
 @one_thread()
 def autoencoder(
     gram: Gram,

@@ -18,7 +18,7 @@ OVERSHOOT = 1.25
 CLEARLY = 1e-6
 
 
-@basis("balanced", title="ours, closed form: every task has the same total weight", known=Level.SUM)
+@basis("balanced", known=Level.SUM)
 def balanced(gram: Gram, num_bases: int, weights: Array | None = None) -> Encoding:
     """The balanced encoder of least loss, in closed form.
 

@@ -11,7 +11,7 @@ from tvb_mergekit.core.registry import Level, basis
 NULL = 1e-12  # of the task vectors' length
 
 
-@basis("pca", title="principal components and the mean", paper="section 3.1")
+@basis("pca")
 def pca(gram: Gram, num_bases: int) -> Encoding:
     """W_e = J V_M and W_d = V_M^T, so that B = T J V_M = U_M S_M, and T_hat = B W_d + mu 1^T.
 
@@ -34,7 +34,7 @@ def _signed(vectors: Array) -> Array:
     return vectors * np.where(vectors[first, np.arange(vectors.shape[1])] < 0, -1.0, 1.0)
 
 
-@basis("rand_select", title="M task vectors drawn at random", known=Level.BASES)
+@basis("rand_select", known=Level.BASES)
 def rand_select(gram: Gram, num_bases: int, *, seed: int) -> Encoding:
     """M distinct one-hot columns in the order of the tasks."""
     generator = torch.Generator().manual_seed(seed)
@@ -42,7 +42,7 @@ def rand_select(gram: Gram, num_bases: int, *, seed: int) -> Encoding:
     return gram.encoding(np.eye(gram.size)[:, chosen])
 
 
-@basis("none", title="all T task vectors (M = T)", known=Level.RECONSTRUCTIONS, sized=False)
+@basis("none", known=Level.RECONSTRUCTIONS, sized=False)
 def none(gram: Gram, num_bases: int) -> Encoding:
-    """W_e = W_d = I."""
+    """All T task vectors (M = T): W_e = W_d = I."""
     return gram.encoding(np.eye(num_bases), np.eye(num_bases))

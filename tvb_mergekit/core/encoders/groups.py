@@ -15,7 +15,7 @@ STARTS = 20
 CLEARLY = 1e-6  # relative: the last digits of a Gram matrix, which differ, choose nothing
 
 
-@basis("groups", title="ours: means of T/M similar tasks each", known=Level.SUM)
+@basis("groups", known=Level.SUM)
 def groups(gram: Gram, num_bases: int) -> Encoding:
     """The means of M groups of T/M tasks, chosen by a search for the longest bases.
 

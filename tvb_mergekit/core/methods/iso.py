@@ -1,4 +1,4 @@
-"""Isotropic merging of matrices: Iso-C and Iso-CTS."""
+"""Isotropic merging: Iso-C and Iso-CTS (Marczak et al., ICML 2025, arXiv 2502.04959)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tvb_mergekit.core.registry import Fraction, Key, Level, merge_method
 @merge_method(
     "basis_iso",
     title="Isotropic Merging on Task Vector Bases",
-    paper="Marczak et al., ICML 2025, arXiv 2502.04959",
     keys={"common": Key("share of the sum's directions", Fraction, 1.0)},
     # Iso-C sees the sum of the bases alone
     needs=lambda settings: Level.SUM if settings.common == 1 else Level.BASES,

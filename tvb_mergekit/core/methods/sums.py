@@ -1,4 +1,7 @@
-"""Addition over bases, the paper's first merge, and forgetting, which subtracts T_hat (Eq. 3)."""
+"""Addition over bases, and forgetting, which subtracts T_hat (paper Eq. 3).
+
+Task arithmetic is of Ilharco et al., ICLR 2023, arXiv 2212.04089.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ Strength = Annotated[float, Field(ge=0, le=LARGEST)]
 @merge_method(
     "basis_ta",
     title="Task Arithmetic on Task Vector Bases",
-    paper="Ilharco et al., ICLR 2023, arXiv 2212.04089",
     merges="sums",
     needs=lambda settings: Level.SUM,
     lambda_=0.4,
@@ -29,7 +31,6 @@ def addition(encoder: Tensor) -> dict[str, Tensor]:
 @merge_method(
     "basis_negate",
     title="Task Negation on Task Vector Bases",
-    paper="Ilharco et al., ICLR 2023, arXiv 2212.04089",
     merges="sums",
     keys={
         "forget": Key("task names to forget, comma-separated", Text, (), required=True),

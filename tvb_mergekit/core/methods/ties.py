@@ -1,4 +1,4 @@
-"""TIES over bases: Trim, Elect, Merge.
+"""TIES over bases: Trim, Elect, Merge (Yadav et al., NeurIPS 2023, arXiv 2306.01708).
 
 Trim sorts nothing. A histogram of magnitudes gives the thresholds in bounded memory. Its bins are
 the leading bits of the float32 pattern, which orders positive floats: 2^14 bins an octave (a
@@ -24,7 +24,6 @@ BINS = 72 << 14
 @merge_method(
     "basis_ties",
     title="TIES on Task Vector Bases",
-    paper="Yadav et al., NeurIPS 2023, arXiv 2306.01708",
     merges="entries",
     keys={
         "merge_func": Key("of entries of one sign", Literal["sum", "mean", "max"], "sum"),

@@ -1,4 +1,4 @@
-"""TSV-M: the first singular vectors of each basis, made orthonormal together."""
+"""TSV-M (Gargiulo et al., CVPR 2025, arXiv 2412.00081): singular vectors, orthonormal together."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from tvb_mergekit.core.matrices import Noise, beside, blur, top_triples
 from tvb_mergekit.core.registry import merge_method
 
 
-@merge_method(
-    "basis_tsvm",
-    title="Singular Vectors (TSV-M) on Task Vector Bases",
-    paper="Gargiulo et al., CVPR 2025, arXiv 2412.00081",
-)
+@merge_method("basis_tsvm", title="Singular Vectors (TSV-M) on Task Vector Bases")
 def singular_vectors(bases: Tensor, *, noise: Noise = None, rank: int | None = None) -> Tensor:
     """D = P_U S P_V^T of the bases' first singular triples, r // M of each; 0 if r < M.
 

@@ -1,4 +1,7 @@
-"""WUDI: a matrix near the sum of the bases that interferes little with each of them."""
+"""WUDI: a matrix near the sum of the bases that interferes little with each of them.
+
+Cheng et al., ICML 2025, arXiv 2503.08099; the flow: Wei et al., 2026, arXiv 2606.07289.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,6 @@ ROUGH = 3e-3  # of t M^2 2^-24, up to which float32 is enough; `docs/mathematics
 @merge_method(
     "basis_wudi",
     title="Interference-Free Merging (WUDI) on Task Vector Bases",
-    paper="Cheng et al., ICML 2025, arXiv 2503.08099; Wei et al., 2026, arXiv 2606.07289",
     keys={
         "flow_time": Key("end of the flow", Literal["exact"] | Positive, 300.0),
         "transposed": Key("matrices whose inputs are rows, by their names", Pattern),
