@@ -110,7 +110,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("encoders/groups.py", " * float(encoder.max()) ** 2", ""),
         ("encoders/groups.py", "> most - least / 2", "== most"),
     ],
-    "test_recipe.py": [
+    "test_faults.py -k defaults": [
         ("settings.py", "ratio * tasks + 0.5", "ratio * tasks"),
     ],
 }  # fmt: skip

@@ -1,12 +1,17 @@
-"""The size and the shape of the code: the budgets of pyproject.toml, and names defined once."""
+"""The budgets of pyproject.toml, names defined once, and what the manual names."""
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 from mutate import MUTATIONS
+from test_cli import every_command
+
+from tvb_mergekit.core.settings import ALL_KEYS, BASES, METHODS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -75,3 +80,89 @@ def test_no_two_public_types_share_a_name() -> None:
 def is_type(name: str) -> bool:
     """Whether a name at the top of a module is that of a type, as `Model = str | Path`."""
     return name[:1].isupper() and not name.isupper() and "_" not in name
+
+
+# The manual: its links lead somewhere, its commands exist, and it names every key of a recipe
+
+MANUAL = {path: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+PAGES = MANUAL | {
+    path: path.read_text()
+    for path in (
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "recipes/README.md")),
+        *sorted((ROOT / "evals").rglob("*.md")),
+    )
+}
+CODE = re.compile(r"^```.*?^```|^    .*?$|`[^`\n]+`", re.M | re.S)
+
+
+# Pattern of the words -> command; those of a group stand behind its arguments
+COMMANDS = {
+    re.sub("[A-Z]+", r"\\S+", words): command
+    for words, command in every_command().items()
+    if not isinstance(command, click.Group)
+}
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere() -> None:
+    broken = []
+    for page, text in PAGES.items():
+        for link in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", CODE.sub("", text)):
+            if link.startswith(("http://", "https://")):
+                continue
+            file, _, anchor = link.partition("#")
+            target = (page.parent / file).resolve() if file else page
+            if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert broken == []
+
+
+def test_modules_named_in_the_manual_exist() -> None:
+    named = re.findall(
+        r"`((?:core|tensors|store|plugin|score|learn|tune|cli)/[a-z_/]+\.py)`",
+        "".join(PAGES.values()),
+    )
+    assert [name for name in named if not (ROOT / "tvb_mergekit" / name).is_file()] == []
+
+
+def test_the_manual_names_every_command_and_key() -> None:
+    text = "".join(MANUAL.values())
+    assert [name for name in COMMANDS if not re.search(f"tvb {name}", text)] == []
+    assert [key for key in ALL_KEYS if f"`{key}`" not in text] == []
+    assert len(PAGES[ROOT / "README.md"].splitlines()) <= 110
+
+
+def test_the_tables_list_what_is_registered() -> None:
+    """Bases and merge methods in the README, keys of recipes in the manual."""
+    readme, keys = PAGES[ROOT / "README.md"], MANUAL[ROOT / "docs/recipes.md"]
+    rows = readme[readme.index("## Methods and bases") :].partition("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+)`", rows, re.M)
+    assert sorted(listed) == sorted(["merge_method", "basis", *METHODS, *BASES])
+    keys = keys[: keys.index("## Which tensors take part")]
+    assert set(re.findall(r"^\| `(\w+)` \|", keys, re.M)) == set(ALL_KEYS)
+
+
+def test_the_readme_installs_the_torch_that_the_project_needs() -> None:
+    (needed,) = re.findall(r'"(torch>=.*)"', (ROOT / "pyproject.toml").read_text())
+    assert f'pip install "{needed}" --index-url' in PAGES[ROOT / "README.md"]
+
+
+def test_commands_in_the_manual_exist_with_their_options() -> None:
+    wrong = []
+    for page, text in PAGES.items():
+        for line in re.findall(r"\btvb ([a-z][^`\n#;&|]*)", text.replace("\\\n", " ")):
+            name = next((n for n in COMMANDS if re.match(f"{n}( |$)", line)), None)
+            options = re.findall(r"(?<!\S)--?[a-z][\w-]*", line)
+            mine = (
+                {o for p in COMMANDS[name].params for o in (*p.opts, *p.secondary_opts)}
+                if name
+                else {}
+            )
+            if (name is None and options) or set(options) - {*mine, "--help"}:
+                wrong.append(f"{page.relative_to(ROOT)}: tvb {line}")
+    assert wrong == []

@@ -214,9 +214,7 @@ FEW = [("add", "full", 2), ("build", "interrupted", 1), ("add to a full store", 
 
 
 @pytest.mark.parametrize(("name", "act", "count"), FEW)
-def test_ended(
-    name: str, act: str, count: int, place: Place, course_of: Callable[[str], Course]
-) -> None:
+def test_ended(name, act, count, place, course_of):
     """By a full disk or a signal: one line, and no file more than before."""
     command, course, (what, code) = COMMANDS[name], course_of(name), ENDS[act]
     for number in moments(course.changes, count):

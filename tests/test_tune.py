@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,9 +174,7 @@ def loaded(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_point_is_what_mergekit_writes(
-    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_point_is_what_mergekit_writes(case, tmp_path, caplog, monkeypatch):
     """To the bit, to and fro, by one model in memory."""
     monkeypatch.setattr(line, "CHUNK", 700)
     path = write(prepared(case, tmp_path), tmp_path / "recipe")
@@ -197,9 +195,7 @@ def changed(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("change", [torch.nn.Sequential, changed])  # other names, other weights
-def test_a_model_that_cannot_move(
-    change: Callable[[Any], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_cannot_move(change, tmp_path, caplog):
     """A line that does not lead through the loaded weights is not used."""
     path = write(prepared("sum", tmp_path), tmp_path / "recipe")
     load = mock.Mock(side_effect=lambda place: SimpleNamespace(model=change(loaded(place).model)))
@@ -331,9 +327,7 @@ def test_grids() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0, 1), POSITIVE, POSITIVE, st.sampled_from([0.4, 1, 2, 3]))
-def test_few_points_find_the_best_of_the_grid(
-    top: float, rise: float, fall: float, power: float
-) -> None:
+def test_few_points_find_the_best_of_the_grid(top, rise, fall, power):
     """The score strictly rises up to `top`, and strictly falls from there."""
 
     def curve(x: float) -> float:
