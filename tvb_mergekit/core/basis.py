@@ -269,9 +269,10 @@ def unlike(norm: float, base_norm: float, others: Sequence[float]) -> str | None
         base_norm: ||theta_0||; 0 if the base was not read (adapters).
         others: norms of the other task vectors.
     """
+    median = statistics.median(others) if others else 0
     if base_norm and norm > WRONG_BASE_RATIO * base_norm:
         than = f"the base's {base_norm:.4g}; fine-tuning moves a model by a few percent"
-    elif others and norm > LARGE_RATIO * (median := statistics.median(others)) > 0:
+    elif norm > LARGE_RATIO * median > 0:
         than = f"the median of the other tasks' {median:.4g}"
     else:
         return None

@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
 from tvb_mergekit.core import encoders, methods
-from tvb_mergekit.core.registry import Key, Level, Number, Pattern, Text
+from tvb_mergekit.core.registry import Declared, Key, Level, Number, Pattern, Text
 from tvb_mergekit.errors import UserError, hint
 from tvb_mergekit.names import is_linear
 
@@ -38,18 +38,16 @@ SHARED = {
 }
 
 
-def _every_key() -> Iterator[tuple[str, Key]]:
-    """The keys of merges, each with the methods and the bases that use it."""
-    own = [each.keys for each in (*BASES.values(), *METHODS.values())]
-    for name, key in dict(chain.from_iterable(keys.items() for keys in (SHARED, *own))).items():
-        methods, bases = (
-            tuple(n for n, each in kinds.items() if name in each.keys) or tuple(kinds)
-            for kinds in (METHODS, BASES)
-        )
-        yield name, replace(key, name=name, methods=methods, bases=bases)
+def _users(registry: Mapping[str, Declared], key: str) -> tuple[str, ...]:
+    """The functions that declare a key; all, if it is shared."""
+    return tuple(name for name, each in registry.items() if key in each.keys) or tuple(registry)
 
 
-KEYS = dict(_every_key())
+KEYS = {
+    name: replace(key, name=name, methods=_users(METHODS, name), bases=_users(BASES, name))
+    for keys in (SHARED, *(each.keys for each in (*BASES.values(), *METHODS.values())))
+    for name, key in keys.items()
+}
 GLOBAL_KEYS = {name: key for name, key in KEYS.items() if not key.varying}
 VARYING_KEYS = {name: key for name, key in KEYS.items() if key.varying}
 MODEL_KEYS = {
