@@ -61,6 +61,8 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "test_online.py -k 'not slow'": [
         ("online.py", "float(weights.sum()) / size", "float(weights.sum()) / budget"),
+    ],
+    "test_codecs.py -k joins": [
         ("online.py", "if exact and buffer.gram is not None", "if exact"),
     ],
     f"{MERGING} -k sums_equal": [

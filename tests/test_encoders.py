@@ -31,14 +31,14 @@ def solve(gram: Tensor | Array, **keys: Any) -> Any:
 def task_vectors(draw: st.DrawFn) -> Array:
     """[d, T] of all kinds that task vectors may be, at all scales."""
     size = draw(st.integers(1, 12))
-    random = np.random.default_rng(draw(seeds))
+    random, rank = np.random.default_rng(draw(seeds)), draw(st.integers(1, size))
     vectors, normal = random.standard_normal((2 * size, size)), random.standard_normal
     kinds = {
         "plain": vectors,
         "correlated": vectors + normal((2 * size, 1)),
         "orthogonal": normal((60 * size, size)),
         "opposed": vectors - 0.9 * vectors.mean(axis=1, keepdims=True),
-        "deficient": vectors[:, : 1 + size // 2] @ normal((1 + size // 2, size)),
+        "deficient": vectors[:, :rank] @ normal((rank, size)),
         "identical": vectors[:, random.integers(0, max(1, size // 2), size)],
         "uneven": vectors * 10.0 ** random.uniform(-4, 0, size),
         "unit": np.eye(size),
