@@ -11,13 +11,15 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner
-from commands import merge, recipe
+from commands import merge, recipe, slices
 from mergekit.scripts import run_yaml
 from safetensors.torch import load_file, save_file
-from tiny import as_bin, family, llama, load
+from tiny import DECODER, as_bin, family, llama, load, save_tokenizer
+from torch import nn
 from transformers import AutoModelForCausalLM
-from worlds import configure
+from worlds import VISION, clip, configure, llava, vit
 
 from tvb_mergekit.store.routing import Routed, routed_parameters, router_of
 
@@ -504,3 +506,117 @@ def fused(folder: Path) -> dict[str, torch.Tensor]:
     tuned: Any = peft.PeftModel.from_pretrained(model, folder / "x")
     state: dict[str, torch.Tensor] = tuned.merge_and_unload().state_dict()
     return state
+
+
+Make = Callable[[], nn.Module]
+SUM: dict[str, Any] = {"basis": "none", "lambda": 1.0}
+
+# Architectures that mergekit's definitions lack in part: every tensor of the base is merged
+
+BERT = {key: value for key, value in DECODER.items() if key != "tie_word_embeddings"}
+SEQUENCES = {"vocab_size": 96, "d_model": 32, "decoder_start_token_id": 1, "pad_token_id": 0}
+LAYERS = {
+    f"{half}_{key}": value
+    for half in ("encoder", "decoder")
+    for key, value in {"layers": 2, "attention_heads": 4, "ffn_dim": 64}.items()
+}
+T5 = {"d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+AUDIO = {"num_mel_bins": 8, "max_source_positions": 32, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def of(name: str, head: str, **sizes: Any) -> Make:
+    config = getattr(transformers, f"{name}Config")
+    return lambda: getattr(transformers, name + head)(config(**sizes))
+
+
+def gemma3() -> nn.Module:
+    text = DECODER | {"head_dim": 8, "tie_word_embeddings": True}
+    tokens = {"image_token_index": 95, "boi_token_index": 94, "eoi_token_index": 93}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=VISION, mm_tokens_per_image=4, **tokens
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def two_towers() -> nn.Module:
+    text = {**BERT, "projection_dim": 16}
+    config = transformers.CLIPConfig(text_config=text, vision_config=VISION, projection_dim=16)
+    return transformers.CLIPModel(config)
+
+
+BIASED = partial(llama, attention_bias=True, mlp_bias=True)
+PARTLY_KNOWN: dict[str, Make] = {
+    "biases of Llama": BIASED,
+    "encoder of BERT, sentence-transformers": of("Bert", "Model", **BERT),
+    "encoder of RoBERTa, sentence-transformers": of("Roberta", "Model", **BERT),
+    "BERT with MLM head": of("Bert", "ForMaskedLM", **BERT),
+    "BERT with both heads": of("Bert", "ForPreTraining", **BERT),
+    "T5 v1.0": of("T5", "ForConditionalGeneration", **SEQUENCES, **T5),
+    "GPT-NeoX of transformers 5": of("GPTNeoX", "ForCausalLM", **BERT),
+    "Gemma 3 from a config": gemma3,
+    "Whisper": of("Whisper", "ForConditionalGeneration", **SEQUENCES, **LAYERS, **AUDIO),
+    "CLIP, both towers": two_towers,
+    "CLIP, vision alone": clip,
+    "ViT": vit,
+    "LLaVA": llava,
+}
+
+
+def assert_sum(make: Make, folders: list[Path]) -> None:
+    """transformers loads the last folder completely, as base + the sum of the task vectors."""
+    kind: Any = type(make())
+    loaded = [kind.from_pretrained(folder, output_loading_info=True) for folder in folders]
+    assert not any(loaded[-1][1].values()), loaded[-1][1]
+    base, *states, merged = [model.state_dict() for model, _ in loaded]
+    for name, tensor in base.items():
+        want = tensor.double() + sum(state[name].double() - tensor.double() for state in states)
+        torch.testing.assert_close(merged[name].double(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", PARTLY_KNOWN.values(), ids=PARTLY_KNOWN)
+def test_tensors_that_a_definition_lacks(make: Make, tmp_path: Path) -> None:
+    base, models = family(tmp_path, make, ["math", "code"], tokenizer=False)
+    result = merge(recipe("basis_ta", base, models, **SUM), tmp_path / "out")
+    assert not result.facts["left_out"]
+    assert_sum(make, [base, *models, result.folder])
+
+
+def test_layers_of_what_a_definition_lacks(tmp_path: Path) -> None:
+    """Gradients, and slices in another order, count the layers of biases as of other tensors."""
+    base, models = family(tmp_path, BIASED, ["math"])
+    whole = recipe("basis_ta", base, models, **SUM)
+    graded = recipe("basis_ta", base, models, **SUM | {"lambda": [0.0, 1.0]})
+    sliced = {key: value for key, value in whole.items() if key != "models"}
+    sliced |= slices(base, models, [(1, 2), (0, 1)])
+    found = [merge(r, tmp_path / f"out{n}").tensors for n, r in enumerate((graded, sliced))]
+    start, state = load(base), load(models[0])
+    for name in [name for name in start if name.endswith("bias")]:
+        other = name.replace(".0.", ".x.").replace(".1.", ".0.").replace(".x.", ".1.")
+        torch.testing.assert_close(found[0][name], (state if ".1." in name else start)[name])
+        torch.testing.assert_close(found[1][name], state[other])
+
+
+def test_tensors_that_the_base_lacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A pooler, and a head that no definition names, in one model alone."""
+    base, models = family(tmp_path, of("Bert", "ForMaskedLM", **BERT), ["math", "code"])
+    extra = {"bert.pooler.dense.weight": torch.ones(32, 32), "v_head.bias": torch.ones(3)}
+    save_file(load(models[1]) | extra, models[1] / "model.safetensors", {"format": "pt"})
+    result = merge(recipe("basis_ta", base, models, **SUM), tmp_path / "out")
+    assert result.facts["left_out"].keys() == extra.keys()
+    assert "2 tensors are in models, but neither in the base nor in the merge" in caplog.text
+    assert result.tensors.keys() == load(base).keys()
+
+
+def test_a_new_vocabulary_of_an_encoder(tmp_path: Path) -> None:
+    """`tokenizer_source: base` with a model that has two more tokens."""
+    base, models = family(tmp_path, of("Bert", "Model", **BERT), ["math", "code"])
+    name = "embeddings.word_embeddings.weight"
+    state = load(models[1])
+    grown = torch.cat([state[name], torch.ones(2, 32)])
+    save_file(state | {name: grown}, models[1] / "model.safetensors", {"format": "pt"})
+    configure(models[1], vocab_size=98)
+    save_tokenizer(models[1], 96, ("<think>", "</think>"))
+    document = recipe("basis_ta", base, models, **SUM, extra={"tokenizer_source": "base"})
+    result = merge(document, tmp_path / "out")
+    start, first = load(base)[name], load(models[0])[name]
+    torch.testing.assert_close(result.tensors[name], first + state[name] - start)

@@ -20,7 +20,7 @@ SPEAKING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 EXPERT = re.compile(r"\bexperts\.(\d+)\.")  # one of several, with its number
 MLP = re.compile(r"^(?:.*?\.)?(?:mlp|ffn|feed_forward)(?=\.)")
-LAYER = re.compile(r"^(.*?\.\d+)\.")
+LAYER = re.compile(r"^((.*?)\.(\d+))\.")  # beginning of the names in a layer: module, number
 
 # Keys of configurations that change what equal weights compute
 OF_FUNCTION = re.compile(

@@ -33,6 +33,7 @@ merge_methods.base:MergeMethod._execute
 merge_methods.base:MergeMethod.validate_inputs
 """.split()
 OF_MERGES = """
+architecture:json_definitions._load_architecture_json
 merge:run_merge
 merge:_model_out_config
 merge:_update_config_vocab
@@ -41,6 +42,8 @@ merge:_copy_tokenizer
 merge:_copy_tagalong_files
 plan:ConfigReader.parameter_sources
 plan:MergePlanner._plan
+plan:MergePlanner.plan_tensor
+plan:MergePlanner.plan_layer
 plan:MergePlanner._tensors
 plan:MergePlanner._tokenizer_task
 plan:MergePlanner._model_arch.__wrapped__

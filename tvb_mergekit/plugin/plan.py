@@ -31,7 +31,6 @@ from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, device_of, wri
 from tvb_mergekit.tensors.taskset import UNCHANGED, TaskSet, check_most, why_left_out
 
 LOG = logging.getLogger(__name__)
-UNREAD = "not used by this recipe, or unknown to mergekit's definition of the architecture"
 Load = Callable[[], Sequence[Tensor]]  # the base's tensor, then those of the models
 
 
@@ -68,24 +67,28 @@ class MergedTensors:
     unchanged: dict[str, int] = field(default_factory=dict)
     _first: dict[tuple[str | None, ...], Item] = field(default_factory=dict)
 
-    def fill(self, candidates: Iterable[Candidate]) -> None:
+    def fill(self, candidates: Iterable[Candidate], extra: Mapping[str, str]) -> None:
         """Make an item of each candidate that the base has.
 
+        Args:
+            extra: Other tensors that the base lacks -> a model that has them.
+
         Raises:
-            UserError: Shapes differ, the base lacks a tensor that the model must have, or models
-                lack most of the base.
+            UserError: Shapes differ, or models lack most of the base.
         """
         base = self.recipe.base
         tensors = self.checkpoints[base].tensors
-        made = []
+        made, lacking = [], dict(extra)
         for each in candidates:
-            name = each.weight.name
             if each.parts[base] is not None:
                 made.append(self._item(each))
-            elif each.weight.optional:
-                self.left_out[name] = "not in the base; not written"
-            else:
-                raise UserError(f"tensor `{name}` is not in the base {base}; it cannot be merged")
+            elif having := [str(model) for model, part in each.parts.items() if part]:
+                lacking[each.weight.name] = having[0]
+        for name, model in lacking.items():
+            self.left_out[name] = f"in {model}, but not in the base; not written"
+        if lacking:
+            told = "%d tensors are in models, but neither in the base nor in the merge: %s"
+            LOG.warning(told, len(lacking), listed([*lacking]))
 
         def place(item: Item) -> tuple[str, int]:
             name = item.base.name if item.base else None
@@ -312,26 +315,6 @@ class Plan:
             models = dict(zip(self.basis.tasks, self.tasks.models, strict=True))
             for line in warnings(self.basis, models):
                 LOG.warning("%s", line)
-
-    def note_unread(self) -> None:
-        """Name the stored tensors that the merge did not need, once it is done."""
-        left_out = self.tensors.left_out
-        read = {model: set(loader.read) for model, loader in self.loaders.items()}
-        for item in self.tensors.items:
-            for model, part in zip(self.loaders, item.parts, strict=False):
-                read[model].add(str(part.name))
-        unread = {
-            name: model
-            for model in self.recipe.every
-            for name in self.tensors.checkpoints[model].tensors
-            if name not in read[model]
-            and name not in left_out
-            and (model == self.recipe.base or name not in self.base.tensors)
-        }
-        left_out.update({name: f"in {m}, but {UNREAD}; not written" for name, m in unread.items()})
-        if unread:
-            told = "%d tensors are not in the merged model: %s: %s"
-            LOG.warning(told, len(unread), UNREAD, listed(list(unread)))
 
     def report(self) -> tuple[Facts, dict[str, Tensor]]:
         """basis.json and basis.safetensors of the merge."""

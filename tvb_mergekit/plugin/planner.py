@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mergekit.architecture import get_architecture_info
+from mergekit.architecture import WeightInfo, get_architecture_info
+from mergekit.architecture.json_definitions import _load_architecture_json
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader, MergeConfiguration, OutputSliceDefinition
 from mergekit.io.tasks import LoaderCache
@@ -23,11 +24,18 @@ from pydantic import PrivateAttr
 
 from tvb_mergekit.errors import UserError, listed, one_line, refusing
 from tvb_mergekit.hub import may_be_on_the_hub
+from tvb_mergekit.names import LAYER, tied_uses
 from tvb_mergekit.plugin import replaced
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import MergedTensors, Plan, compare_configs, engine_of
 from tvb_mergekit.plugin.recipe import Recipe, identity_of
-from tvb_mergekit.plugin.sources import Loaders, candidate, fresh_loaders, install_loader
+from tvb_mergekit.plugin.sources import (
+    Loaders,
+    candidate,
+    fresh_loaders,
+    install_loader,
+    stored_names,
+)
 from tvb_mergekit.progress import phase
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
@@ -35,6 +43,10 @@ from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint
 from tvb_mergekit.tensors.peft_files import open_adapter
 from tvb_mergekit.tensors.stream import Weights
 from tvb_mergekit.tensors.taskset import check_words
+
+# mergekit's definition of an architecture without any tensor: all are planned by name.
+UNKNOWN = """{"model_type": "", "architectures": [], "pre_weights": [], "post_weights": [],
+"layer_templates": {"weights": []}, "override_num_layers": 0}"""
 
 
 @contextmanager
@@ -77,15 +89,16 @@ def _plan(document: Document, options: MergeOptions, zeros: Collection[str]) -> 
     tied = all(getattr(config, "tie_word_embeddings", False) for config in configs)
     dtypes = document.dtype, document.config.out_dtype
     tensors = MergedTensors(recipe, held, *dtypes, tied, zeros=zeros)
-    tensors.fill(candidate(held, w, task, tokenizer, options) for w, task in planner._tensors)
+    made = (candidate(held, w, task, tokenizer, options) for w, task in planner._tensors)
+    tensors.fill(made, planner.extra)
     for weights in held.values():
         if isinstance(weights, Adapter):
             weights.check_claimed()
     if tokenizer is None:
         names = [item.name for item in tensors.items if item.tunables is not None]
         check_words([*held.values()], recipe.tasks, names)
-    made = planner.arch_info, planner.out_model_config
-    return Plan(recipe, options, engine, loaders, tensors, tokenizer, *made)
+    own = planner.arch_info, planner.out_model_config
+    return Plan(recipe, options, engine, loaders, tensors, tokenizer, *own)
 
 
 def _tokenizer(task: Any, recipe: Recipe) -> Any:
@@ -105,7 +118,7 @@ def _tokenizer(task: Any, recipe: Recipe) -> Any:
 
 
 @phase("Planning")
-def _opened(document: Document, options: MergeOptions) -> tuple[Loaders, MergePlanner]:
+def _opened(document: Document, options: MergeOptions) -> tuple[Loaders, _Planner]:
     """The open models, and mergekit's plan; local files are checked before any download."""
     recipe = document.recipe
     opened = {
@@ -121,13 +134,13 @@ def _opened(document: Document, options: MergeOptions) -> tuple[Loaders, MergePl
         vectors = recipe.bases.as_models(base)
         for model, place in zip(recipe.models, recipe.order, strict=True):
             loaders[model] = install_loader(model, vectors[place])
-        return loaders, planned_by_mergekit(document.config, options)
+        return loaders, planned_by_mergekit(document.config, base, options)
     for task, model in zip(recipe.tasks, recipe.models, strict=True):
         found: Weights | None = opened[model]
         if model.lora is not None:
             found = _opened_adapter(model, task, recipe.base, base, opened[model], options)
         loaders[model] = install_loader(model, found or _local(model, options))
-    return loaders, planned_by_mergekit(document.config, options)
+    return loaders, planned_by_mergekit(document.config, base, options)
 
 
 def _local(model: ModelReference, options: MergeOptions) -> Checkpoint:
@@ -161,8 +174,10 @@ def _opened_adapter(
     return open_adapter(place, opened, under, task)
 
 
-def planned_by_mergekit(config: MergeConfiguration, options: MergeOptions) -> MergePlanner:
-    """mergekit's planner, with its task for each tensor in `_tensors`.
+def planned_by_mergekit(
+    config: MergeConfiguration, base: Weights, options: MergeOptions
+) -> _Planner:
+    """mergekit's planner, with its task for each tensor of the base in `_tensors`.
 
     Args:
         config: used up, since mergekit rewrites it.
@@ -170,18 +185,121 @@ def planned_by_mergekit(config: MergeConfiguration, options: MergeOptions) -> Me
     from mergekit.merge import _model_out_config  # not above: our hook on it needs this module
 
     LoaderCache().setup(options=options)
-    architecture = get_architecture_info(config, options)
+    try:
+        architecture = get_architecture_info(config, options)
+    except (AssertionError, AttributeError, NotImplementedError, TypeError):
+        if not config.models:
+            raise
+        architecture = _load_architecture_json(UNKNOWN)
     if unknown := sorted(set(config.modules or ()) - set(architecture.modules)):
         known = listed([*architecture.modules])
         raise UserError(f"`modules`: the models have no {listed(unknown)}; they have {known}")
+    if config.modules and (lacking := sorted(set(architecture.modules) - set(config.modules))):
+        raise UserError(f"`modules`: without {listed(lacking)} the merge is not a whole model")
+    sliced = config.slices or any(each.slices for each in (config.modules or {}).values())
     out = _model_out_config(config, architecture, trust_remote_code=options.trust_remote_code)
-    planner = MergePlanner(config, architecture, options, out)
+    planner = _Planner(config, architecture, options, out)
     # mergekit's own cache holds the configurations of 128 models.
     uncached = MergePlanner._model_arch.__wrapped__
     planner._model_arch = functools.cache(functools.partial(uncached, planner))
+    planner.find_unknown(base, bool(sliced))
     with replaced("plan:ConfigReader", lambda _original: _Reader):
         planner._plan()  # its plan_in_memory fails for all methods of mergekit's own
+        planner.plan_others()
     return planner
+
+
+class _Planner(MergePlanner):
+    """mergekit's planner, which also plans what its definition of the architecture lacks.
+
+    Attributes:
+        of_layers: Beginning of the names in a module's layers -> endings that the definition lacks.
+        others: Other names that the definition lacks -> their place in a gradient, from 0 to 1.
+        extra: Tensors that base and definition lack -> a model that has them.
+    """
+
+    def find_unknown(self, base: Weights, sliced: bool) -> None:
+        """Find the tensors of the base that the definition lacks.
+
+        Raises:
+            UserError: The recipe chooses layers whose names the definition lacks.
+        """
+        model = self._model_arch(self.config.base_model)
+        known = stored_names(base, model.config.model_type, model.all_weights())
+        layers = {name: found for name in base.tensors if (found := LAYER.match(name))}
+        last: dict[str, int] = {}
+        for found in layers.values():
+            last[found[2]] = max(int(found[3]), last.get(found[2], 0))
+        modules = [model.get_module(name) for name in self.arch_info.modules]
+        counts = {
+            found[2]: module.num_layers()
+            for module in modules
+            for weight in (module.layer_weights(0) if module.num_layers() else ())
+            if (found := LAYER.match(weight.name))
+        }
+        self.of_layers: dict[str, dict[str, None]] = {stem: {} for stem in counts}
+        self.others: dict[str, float] = {}
+        self.extra: dict[str, str] = {}
+        for reference in self.config.referenced_models():
+            weights = LoaderCache().get(reference).checkpoint
+            if extra := weights.tensors.keys() - base.tensors.keys():
+                own = self._model_arch(reference)
+                read = stored_names(weights, own.config.model_type, own.all_weights())
+                self.extra |= dict.fromkeys(sorted(extra - read), str(reference))
+        for name in base.tensors:
+            found = layers.get(name)
+            if name in known:
+                continue
+            if found and int(found[3]) < counts.get(found[2], 0):
+                self.of_layers[found[2]][name[found.end() :]] = None
+            elif found and sliced:
+                if found[2] not in counts:
+                    raise UserError(
+                        f"`slices`: mergekit does not know the layer of tensor `{name}`; list the "
+                        "models under `models`"
+                    )
+            else:
+                self.others[name] = (
+                    int(found[3]) / last[found[2]] if found and last[found[2]] else 0
+                )
+
+    def plan_tensor(
+        self, weight: WeightInfo, weights_in: Any, models: Any, cfg_reader: ConfigReader
+    ) -> None:
+        """As mergekit's, whose own search for optional tensors with aliases fails (BERT)."""
+        stored = [LoaderCache().get(model).index.tensor_paths for model in models]
+        pairs = zip(weights_in, stored, strict=True)
+        if not weight.optional or any(
+            {each.name, *(each.aliases or ())} & names.keys() for each, names in pairs
+        ):
+            needed = weight.model_copy(update={"optional": False})
+            super().plan_tensor(needed, weights_in, models, cfg_reader)
+
+    def plan_layer(
+        self, sources: Any, layer_offset: int, t: float, cfg_reader: ConfigReader, module_name: str
+    ) -> None:
+        """As mergekit's, with the tensors of the layer that its definition lacks."""
+        layer = self._current_module_layers
+        super().plan_layer(sources, layer_offset, t, cfg_reader, module_name)
+        first = self._out_module_arch(module_name).layer_weights(0)
+        stems = {found[2] for weight in first if (found := LAYER.match(weight.name))}
+        for stem in stems:
+            for ending in self.of_layers[stem]:
+                here = [s.layer_range[0] + layer_offset for s in sources]
+                inputs = [WeightInfo(name=f"{stem}.{number}.{ending}") for number in here]
+                out = WeightInfo(name=f"{stem}.{layer}.{ending}")
+                models = [source.model for source in sources]
+                self.plan_tensor(out, inputs, models, cfg_reader.with_t(t))
+
+    def plan_others(self) -> None:
+        """Plan the tensors outside the layers of modules by their names in the base."""
+        module = next(iter(self.config.modules.values()))
+        reader = _Reader(config=self.config, t=0, module=module).for_out_slice(module.slices[0])
+        models = [source.model for source in module.slices[0].sources]
+        over_tokens = tied_uses(self.others)
+        for name, t in self.others.items():
+            weight = WeightInfo(name=name, vocabulary_axis=0 if name in over_tokens else None)
+            self.plan_tensor(weight, [weight] * len(models), models, reader.with_t(t))
 
 
 class _Reader(ConfigReader):

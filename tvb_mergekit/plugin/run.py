@@ -244,7 +244,6 @@ def _write_companions(plan: Plan, document: Document, folder: Path) -> None:
 
 def finish(stage: StagedFolder, plan: Plan, started: float) -> None:
     """Write our files into the staged folder, publish the folder, and print the summary."""
-    plan.note_unread()
     seconds = plan.basis.seconds
     seconds["merge"] = time.perf_counter() - started - sum(seconds.values())
     facts, tensors = plan.report()

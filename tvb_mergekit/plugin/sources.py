@@ -8,7 +8,8 @@ lives as long as the process, and would show old weights of a rewritten file. me
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +31,7 @@ from mergekit.tokenizer.truncate import TruncatedVocabulary
 from torch import Tensor
 
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.names import EXPERT
+from tvb_mergekit.names import EXPERT, LAYER
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.stream import Part, Weights
 
@@ -106,6 +107,26 @@ def candidate(
     elif converted:
         whole = Made(loads, options)
     return Candidate(weight, dict(task.parameters.items()), parts, whole)
+
+
+def stored_names(weights: Source, kind: str | None, planned: Iterable[WeightInfo]) -> set[str]:
+    """The stored tensors of a model that mergekit's planned tensors are, or are made of."""
+    names, layers = set[str](), defaultdict[str | None, set[tuple[str, tuple[int, ...]]]](set)
+    for name, info in weights.tensors.items():
+        layers[_layer(name)].add((name, info.shape))
+    for weight in planned:
+        own = {weight.name, *(weight.aliases or ()), *(weight.tied_names or ())}
+        if found := own & weights.tensors.keys():
+            names |= found
+        elif not weight.optional:  # which mergekit plans by their own names alone
+            for name in own:  # among all tensors a search takes minutes
+                names |= _origins(kind, frozenset(layers[_layer(name)]), name)
+    return names
+
+
+def _layer(name: str) -> str | None:
+    found = LAYER.match(name)
+    return found and found[3]
 
 
 def _made_of_changes(
@@ -235,7 +256,6 @@ class MappedLoader(LazyTensorLoader):
 
     def __init__(self, checkpoint: Source) -> None:
         self.checkpoint = checkpoint
-        self.read: set[str] = set()  # names that a merge asked for
         paths = {name: info.shard for name, info in checkpoint.tensors.items()}
         shards = [ShardInfo(s, [n for n in paths if paths[n] == s]) for s in checkpoint.shards]
         safe = checkpoint.shards[0].endswith(".safetensors")
@@ -251,7 +271,6 @@ class MappedLoader(LazyTensorLoader):
     ) -> Tensor | None:
         for name in (key, *(aliases or ())):
             if name in self.checkpoint.tensors:
-                self.read.add(name)
                 return self.checkpoint.whole(name).to(torch.device(device))
         if raise_on_missing:
             raise KeyError(key)
