@@ -41,8 +41,8 @@ import tvb_mergekit
 from tvb_mergekit.core.methods.wudi import interference_free
 from tvb_mergekit.store import store as stores
 from tvb_mergekit.store.store import Bases
-from tvb_mergekit.tensors import units
-from tvb_mergekit.tensors.coding import BLOCK, Draw, Keeping
+from tvb_mergekit.tensors import coding, units
+from tvb_mergekit.tensors.coding import BLOCK, Draw
 from tvb_mergekit.tensors.lossless import Coded
 from tvb_mergekit.tensors.stream import Item, Part, StateDict
 
@@ -401,7 +401,7 @@ def keep(folder: Path, base: State, *models: State, samples: Sequence[Draw] = ()
         inputs = tuple(Part.of(source, name) for source in sources)
         items.append(Item(name, tuple(tensor.shape), own, inputs))
     paths = [folder / f"{k}.safetensors" for k in range(len(models))]
-    Keeping(paths, items, samples).write()
+    coding.keep(paths, items, samples)
     found = [Coded(path) for path in paths]
     for each in found:
         each.base = start

@@ -176,6 +176,9 @@ def check_left(place: Place, name: str, course: Course, told: object) -> bool:
         if target.exists():  # of a build: what it holds is said
             said = place.run(f"tvb inspect {command.target}", code=1).err
             assert "is not a store" in said, told
+            if (target / ".lock").exists():
+                said = place.run(command.words, code=1).err
+                assert "a part of a store" in said and "delete it" in said, told
             shutil.rmtree(target)
         place.run(command.words)
     elif command.then:

@@ -50,9 +50,9 @@ def build(recipe: str, store: str, dtype: str | None, **values: Any) -> None:
     document.whole_tasks()
     from tvb_mergekit.plugin.inputs import read_inputs
     from tvb_mergekit.plugin.planner import input_folders
-    from tvb_mergekit.tensors.output import check_new_folder
+    from tvb_mergekit.store.change import check_new_store
 
-    check_new_folder(store, input_folders(document.recipe))  # before anything is downloaded
+    check_new_store(store, input_folders(document.recipe))  # before anything is downloaded
     inputs = read_inputs(document, cli.model_options(values))
     _tell(build_store(inputs, store, engine, dtype=cli.dtype_of(dtype), keep=share))
 
@@ -146,7 +146,7 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
     cli.import_mergekit()
     from tvb_mergekit.plugin.document import from_mapping
     from tvb_mergekit.plugin.inputs import read_inputs
-    from tvb_mergekit.store.add import Growth, add_to_store
+    from tvb_mergekit.store.add import Growth, add_task
     from tvb_mergekit.store.recipes import with_paths
     from tvb_mergekit.store.store import is_store, load
 
@@ -163,7 +163,7 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
     inputs = read_inputs(document, cli.model_options(values), names)
     doubt, dtype = logging.warning if values["force"] else _refuse, cli.dtype_of(values["dtype"])
     growth = Growth(values["budget"], values["compress"], dtype, doubt)
-    _tell(add_to_store(store, inputs, growth, engine))
+    _tell(add_task(store, inputs, growth, engine))
 
 
 def _refuse(doubt: str) -> None:
@@ -180,7 +180,7 @@ def undo(store: str) -> None:
     \b
     Example: tvb undo ./store
     """
-    from tvb_mergekit.store.change import undo_change
+    from tvb_mergekit.store.change import undo as undo_change
 
     _tell(undo_change(store))
 
@@ -196,7 +196,7 @@ def remove(store: str, task: str) -> None:
     \b
     Example: tvb remove ./vectors --task math
     """
-    from tvb_mergekit.store.add import remove_task
+    from tvb_mergekit.store.add import remove as remove_task
 
     _tell(remove_task(store, task))
 

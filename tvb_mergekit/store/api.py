@@ -21,12 +21,11 @@ from tvb_mergekit import hub
 from tvb_mergekit.core.basis import Combination, Tunables, over_bases
 from tvb_mergekit.core.settings import VARYING_KEYS, check_tasks, check_value, resolve_settings
 from tvb_mergekit.errors import UserError, check_names
-from tvb_mergekit.store import export as exporting
-from tvb_mergekit.store import store
-from tvb_mergekit.store.add import Growth, add_in_memory, add_to_store, remove_task
-from tvb_mergekit.store.build import build_in_memory, build_store, kept_share
-from tvb_mergekit.store.change import undo_change
-from tvb_mergekit.store.store import Bases
+from tvb_mergekit.store.add import Growth, add_task, remove
+from tvb_mergekit.store.build import build_store, kept_share
+from tvb_mergekit.store.change import undo
+from tvb_mergekit.store.export import combine, items_of, task_column
+from tvb_mergekit.store.store import Bases, is_store, load
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
 from tvb_mergekit.tensors.matrices import check_matrices, settings_over
 from tvb_mergekit.tensors.merging import build_basis, count_if_needed, merge_items
@@ -36,6 +35,7 @@ from tvb_mergekit.tensors.writing import MARKER, MemorySink
 
 Model = Mapping[str, Tensor] | str | os.PathLike[str]
 Device = torch.device | str
+__all__ = ["add", "build", "load", "merge", "reconstruct", "remove", "undo"]
 
 
 def build(
@@ -77,24 +77,16 @@ def build(
     >>> bases.vectors[0].tensor("w")
     tensor([0.5000, 0.5000, 0.0000, 0.0000])
     """
-    engine, told = Engine(device_of(device)), list[str]()
+    told, share = list[str](), kept_share(lossless, keep, dtype)
     inputs = _inputs(base, models, weights or {}, settings)
-    share = kept_share(lossless, keep, dtype)
-    if out is not None:
-        wide = torch.float32 if inputs.settings.basis != "none" else None
-        built = build_store(inputs, out, engine, dtype=dtype or wide, keep=share, warn=told.append)
-    elif share:
+    if share and out is None:
         raise UserError("`lossless` and `keep` are for a store on disk: give `out`")
-    else:
-        built = build_in_memory(inputs, engine, dtype=dtype or torch.float32, warn=told.append)
-    for line in told:
-        warnings.warn(line, stacklevel=2)
-    return built
-
-
-def load(path: str | os.PathLike[str]) -> Bases:
-    """The store that `build` or `tvb build` wrote; tensors stay on disk until read."""
-    return store.load(path)
+    if out is None or inputs.settings.basis != "none":
+        dtype = dtype or torch.float32
+    engine = Engine(device_of(device))
+    made = build_store(inputs, out, engine, dtype=dtype, keep=share, warn=told.append)
+    _warn(told)
+    return made
 
 
 def add(
@@ -123,32 +115,19 @@ def add(
     Warns:
         UserWarning: A doubt, which `tvb add` refuses without `--force`.
     """
-    found, where = (bases, bases.path) if isinstance(bases, Bases) else (None, bases)
-    if where is not None and store.is_store(where):
-        found = store.load(where)
-    if found is not None and settings:
-        raise UserError(f"`{next(iter(settings))}`: the bases are built; leave it out")
-    if found is not None and found.settings.exclude:
-        settings = {"exclude": found.settings.exclude}
+    store = bases.path or bases if isinstance(bases, Bases) else bases
+    found = store if store is None or isinstance(store, Bases) else None
+    if store is not None and not isinstance(store, Bases) and is_store(store):
+        found = load(store)
+    if found is not None:
+        if settings:
+            raise UserError(f"`{next(iter(settings))}`: the bases are built; leave it out")
+        settings = {"exclude": found.settings.exclude} if found.settings.exclude else {}
     inputs, told = _inputs(base, {task: model}, {task: weight}, settings), list[str]()
-    growth, engine = Growth(budget, compress, dtype, told.append), Engine(device_of(device))
-    if where is None:
-        grown = add_in_memory(found, inputs, growth, engine)
-    else:
-        grown = add_to_store(where, inputs, growth, engine)
-    for line in told:
-        warnings.warn(line, stacklevel=2)
+    growth = Growth(budget, compress, dtype, told.append)
+    grown = add_task(store, inputs, growth, Engine(device_of(device)))
+    _warn(told)
     return grown
-
-
-def remove(path: str | os.PathLike[str], task: str) -> Bases:
-    """The store of all tasks at `path` without one of them, which must not be the only one."""
-    return remove_task(path, task)
-
-
-def undo(path: str | os.PathLike[str]) -> Bases:
-    """The store at `path` as it was before the last `add` or `remove`; one step is kept."""
-    return undo_change(path)
 
 
 def reconstruct(
@@ -159,9 +138,9 @@ def reconstruct(
     `dtype` is that of the floating-point tensors; the base's own by default.
     """
     found = base_of(bases, base, dtype)
-    items = exporting.items_of(bases, found, dtype, bases.sources)
+    items = items_of(bases, found, dtype, bases.sources)
     sink = MemorySink(items)
-    exporting.combine(items, exporting.task_column(bases, task), sink)
+    combine(items, task_column(bases, task), sink)
     return sink.states[0]
 
 
@@ -195,7 +174,7 @@ def merge(
         replace(item, counted_as=bases.stored_name(item.name), tunables=tunables)
         if item.inputs
         else item
-        for item in exporting.items_of(bases, found, dtype, sources, settings.excludes)
+        for item in items_of(bases, found, dtype, sources, settings.excludes)
     ]
     counted = [item for item in items if item.counted_as == item.name]
     engine = Engine(device_of(device))
@@ -225,15 +204,19 @@ def base_of(bases: Bases, base: Model, dtype: torch.dtype | None = None) -> Weig
     return found
 
 
+def _warn(told: list[str]) -> None:
+    for line in told:
+        warnings.warn(line, stacklevel=3)  # at the caller of `build` or `add`
+
+
 def _inputs(
     base: Model,
     models: Mapping[str, Model],
     weights: Mapping[str, float],
     settings: Mapping[str, Any],
 ) -> TaskSet:
-    found = open_model(base)
+    found, tasks = open_model(base), list(models)
     sources = [open_model(model) for model in models.values()]
-    tasks = list(models)
     names = [name_of(model, task) for task, model in models.items()]
     check_tasks(tasks, names)
     if unknown := [task for task in weights if task not in models]:
@@ -245,7 +228,7 @@ def _inputs(
         resolved = resolved.but(basis="none")
     made, notes = match(found, sources, tasks, resolved)
     for note in notes:
-        warnings.warn(note, stacklevel=3)  # at the caller of `build` or `add`
+        warnings.warn(note, stacklevel=3)
     made.weights = [check_value("weight", weights.get(task, 1.0)) for task in tasks]
     made.base_model, made.models, made.varying = name_of(base, "base"), names, varying
     if isinstance(found, Checkpoint) and not os.path.isfile(name_of(base)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -19,21 +20,28 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Step, warnings
-from tvb_mergekit.core.encoders import EVEN, Gram
+from tvb_mergekit.core.encoders import EVEN
 from tvb_mergekit.core.gram import check_copied
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.store.change import Change, changing, slugs
-from tvb_mergekit.store.codecs import CODECS, Writing, encode, fits_lossless
-from tvb_mergekit.store.facts import STORE_VERSION, Compression, Facts, StoreFacts, Vector
+from tvb_mergekit.store.change import Change, changing, check_new_store, slugs
+from tvb_mergekit.store.codecs import CODECS, Writing, fits_lossless
+from tvb_mergekit.store.facts import (
+    STORE_VERSION,
+    Compression,
+    Facts,
+    StoreFacts,
+    Vector,
+    record_of,
+)
 from tvb_mergekit.store.originals import write_original
-from tvb_mergekit.store.report import LOSSES, facts, tensors_of
-from tvb_mergekit.store.store import AsModel, Bases, dtype_name
+from tvb_mergekit.store.report import errors_of, facts, losses_of, tensors_of
+from tvb_mergekit.store.store import DTYPES, AsModel, Bases, dtype_name
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.coding import MANTISSA
 from tvb_mergekit.tensors.matrices import check_matrices
 from tvb_mergekit.tensors.merging import encoded_by, sums_of
-from tvb_mergekit.tensors.output import check_disk, check_new_folder
+from tvb_mergekit.tensors.output import check_disk
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Engine, StateDict, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -52,11 +60,7 @@ Warn = Callable[[str], object]
 
 
 def kept_share(lossless: bool, keep: float | None, dtype: object) -> float:
-    """The share of the entries that a store keeps as they are; 0: it is chosen for each model.
-
-    Raises:
-        UserError: no such share, or more than one choice.
-    """
+    """The share of the entries that a store keeps as they are; 0: it is chosen for each model."""
     if lossless + (keep is not None) + (dtype is not None) > 1:
         raise UserError("choose one of --lossless, --keep and --dtype")
     if keep is None:
@@ -68,16 +72,16 @@ def kept_share(lossless: bool, keep: float | None, dtype: object) -> float:
 
 def build_store(
     inputs: TaskSet,
-    out: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None,
     engine: Engine = Engine(),
     *,
     dtype: torch.dtype | None = None,
     keep: float = 0,
     budget: int | None = None,
-    compress: Compression | None = None,
+    compress: str | None = None,
     warn: Warn = LOG.warning,
 ) -> Bases:
-    """Write the task vectors, or the bases, of `inputs` as the store `out`.
+    """Keep the task vectors, or the bases, of `inputs` in the store `out`; None: in memory.
 
     Args:
         dtype: float32, bfloat16 or float16, of dense vectors; None: as wide as the models, and task
@@ -94,39 +98,33 @@ def build_store(
     world.agree([item.name for item in inputs.items])
     with ExitStack() as stack:
         change: Change | None = None
-        if world.leads:
-            check_new_folder(out, [name for name in inputs.fingerprints if os.path.exists(name)])
+        if out is not None and world.leads:
+            check_new_store(out, [name for name in inputs.fingerprints if os.path.exists(name)])
             change = stack.enter_context(changing(out, new=True))
             if change.facts is not None:  # built by another process in the meantime
                 raise UserError(f"{out} is a store already; name another folder")
         started, vectors = time.perf_counter(), planned_vectors(inputs, dtype, keep)
         basis = encoded(inputs, engine, warn)
-        made, errors = written(change, inputs, vectors, matrix_of(basis), engine)
+        matrix, squares, sources = matrix_of(basis), [0.0] * len(vectors), list[Weights]()
+        if out is None:
+            sources = in_memory(inputs, vectors, matrix, engine)
+        else:
+            vectors, squares = written(change, inputs, vectors, matrix, engine)
         basis.seconds["build"] = time.perf_counter() - started
         world.dismiss()
         inputs.check_unchanged()
-        assert change is not None
-        facts = store_facts(inputs, basis, made, errors)
+        facts = store_facts(inputs, basis, vectors, squares)
         facts = facts.but(budget=budget or facts.budget, compress=compress or facts.compress)
-        return change.commit(facts, numbers(basis))
+        numbers = {"encoder": basis.encoding.encoder, "decoder": basis.encoding.decoder}
+        numbers["gram"] = basis.sums.gram
+        return change.commit(facts, numbers) if change else Bases(facts, numbers, sources)
 
 
-def build_in_memory(
-    inputs: TaskSet,
-    engine: Engine = Engine(),
-    *,
-    dtype: torch.dtype = torch.float32,
-    warn: Warn = LOG.warning,
-) -> Bases:
-    """Build the bases of `inputs` as state dicts."""
-    basis, vectors = encoded(inputs, engine, warn), planned_vectors(inputs, dtype, 0)
-    sources = in_memory(inputs, matrix_of(basis), dtype, engine)
-    return Bases(store_facts(inputs, basis, vectors, []), numbers(basis), sources)
-
-
-def in_memory(inputs: TaskSet, matrix: Tensor, dtype: torch.dtype, engine: Engine) -> list[Weights]:
-    """The combinations `matrix` [T, K] of the inputs as state dicts."""
-    items = [replace(item, out=dtype) for item in inputs.items]
+def in_memory(
+    inputs: TaskSet, vectors: Sequence[Vector], matrix: Tensor, engine: Engine
+) -> list[Weights]:
+    """The vectors, the combinations `matrix` [T, K] of the inputs, as state dicts."""
+    items = [replace(item, out=DTYPES[vectors[0].dtype]) for item in inputs.items]
     sink, step = MemorySink(items, matrix.shape[1]), Step.of(matrix)
     combine_pass(items, dict.fromkeys((i.name for i in items), step), sink, engine, title="Bases")
     return [StateDict(state) for state in sink.states]
@@ -145,7 +143,8 @@ def inspect_inputs(inputs: TaskSet, engine: Engine = Engine()) -> tuple[Facts, d
             check_copied(name, base.tensor(name), settings.excludes(name))
     check_matrices(settings, inputs.items)
     basis = encoded(inputs, engine, LOG.warning)
-    return facts(inputs, basis, {}).but(errors=errors_of(basis)), tensors_of(basis)
+    errors = errors_of(basis.tasks, basis.sums.gram, basis.encoding.reconstruction)
+    return facts(inputs, basis, {}).but(errors=errors), tensors_of(basis)
 
 
 def encoded(inputs: TaskSet, engine: Engine, warn: Warn) -> Basis:
@@ -187,24 +186,22 @@ def planned_vectors(inputs: TaskSet, dtype: torch.dtype | None, keep: float) -> 
 def planned_task(inputs: TaskSet, number: int, dtype: torch.dtype | None, keep: float) -> Vector:
     """The form of one task vector; see `build_store`."""
     name, source = inputs.tasks[number], inputs.sources[number] if inputs.sources else None
-    adapts, stored = isinstance(source, Adapter), isinstance(source, AsModel)
-    if keep:
-        deltas = any(item.inputs[number].holds == "delta" for item in inputs.items)
-        if adapts or deltas or (stored and keep == 1):  # whose files are not there
-            raise UserError(
-                f"--lossless and --keep keep entries of models, and that of task `{name}` is an "
-                "adapter or a vector of a store: leave the option out, or list a model"
-            )
-        if keep < 1:
-            return Vector(name=name, codec="sampled", share=keep)
-        if not fits_lossless(inputs.items, number):
-            raise UserError(
-                f"--lossless needs a base and models in bfloat16, or all in float16, and the model "
-                f"of task `{name}` is not: save all in bfloat16, or build with --keep 0.25"
-            )
-    if keep == 1 or (
-        dtype is None and not (adapts or stored) and fits_lossless(inputs.items, number)
-    ):
+    stored = isinstance(source, AsModel)  # whose files are not there
+    model = all(item.inputs[number].holds == "weight" for item in inputs.items)
+    fits = model and fits_lossless(inputs.items, number)
+    if keep and (not model or (stored and keep == 1)):
+        raise UserError(
+            f"--lossless and --keep keep entries of models, and that of task `{name}` is an "
+            "adapter or a vector of a store: leave the option out, or list a model"
+        )
+    if 0 < keep < 1:
+        return Vector(name=name, codec="sampled", share=keep)
+    if keep == 1 and not fits:
+        raise UserError(
+            f"--lossless needs a base and models in bfloat16, or all in float16, and the model "
+            f"of task `{name}` is not: save all in bfloat16, or build with --keep 0.25"
+        )
+    if keep == 1 or (dtype is None and fits and not stored):
         dtypes = [item.inputs[number].dtype for item in inputs.items]
         widest = functools.reduce(torch.promote_types, dtypes)
         own = dtype_name(widest) if widest in MANTISSA else "float32"
@@ -220,54 +217,53 @@ def written(
     vectors: Sequence[Vector],
     matrix: Tensor,
     engine: Engine,
-    taken: Sequence[str] = (),
 ) -> tuple[list[Vector], list[float]]:
     """Write vectors with the files that a model has beside its vector.
 
     Args:
         change: in the leading process.
-        taken: the slugs of vectors that are there.
 
     Returns:
-        Their records, and the relative error of each.
+        Their records, and the squared norm of the error of each code.
     """
-    world, names = ranks.world(), slugs([vector.name for vector in vectors], taken)
+    world, names = ranks.world(), slugs([vector.name for vector in vectors])
+    dense = [DTYPES[vector.dtype] for vector in vectors if vector.codec == "dense"]
+    items = [replace(item, out=dense[0] if dense else torch.float32) for item in inputs.items]
+    given, made, squares = replace(inputs, items=items), list(vectors), [0.0] * len(vectors)
 
-    def begin() -> tuple[str, list[str]]:
+    def begin() -> tuple[Path, list[str]]:
         assert change is not None
-        need = sum(CODECS[v.codec].bytes(i, v.share) for v in vectors for i in inputs.items)
+        need = sum(CODECS[v.codec].bytes(i, v.share) for v in vectors for i in items)
         check_disk(str(change.store), int(need))
-        return str(change.store), [change.place("vectors", name) for name in names]
+        return change.store, [change.place("vectors", name) for name in names]
 
     store, places = world.led(begin)
-    dtypes = {vector.dtype for vector in vectors if vector.codec == "dense"}
-    out = getattr(torch, dtypes.pop()) if dtypes else torch.float32
-    items = [replace(item, out=out) for item in inputs.items]
-    job = Writing(
-        Path(store), places, vectors, items, matrix, inputs.sources, inputs.settings.seed, engine
-    )
-    made, squares = encode(job)
-    if world.leads:
+    for codec in dict.fromkeys(vector.codec for vector in vectors):
+        own = [k for k, vector in enumerate(vectors) if vector.codec == codec]
+        files, some = [store / places[k] for k in own], [vectors[k] for k in own]
+        coded = CODECS[codec].encode(Writing(files, some, given, matrix[:, own], engine))
+        for k, square in zip(own, coded, strict=True):
+            squares[k] = square
+    for k, vector in enumerate(vectors if change else ()):
         assert change is not None
-        for k, (vector, name) in enumerate(zip(made, names, strict=True)):
-            if vector.codec == "lossless":
-                number = int(matrix[:, k].nonzero()[0])
-                place = change.place("files", name)
-                kept = write_original(change.store, place, inputs, number, engine)
-                made[k] = vector.but(files=kept)
+        made[k] = vector.but(weights=record_of(store, places[k]))
+        if vector.codec == "lossless":
+            number, place = int(matrix[:, k].nonzero()[0]), change.place("files", names[k])
+            kept = write_original(store, place, inputs, number, engine)
+            made[k] = made[k].but(files=kept)
     return made, squares
 
 
-def numbers(basis: Basis) -> dict[str, Tensor]:
-    """The float64 tensors of a new store."""
-    made = {"encoder": basis.encoding.encoder, "decoder": basis.encoding.decoder}
-    return {**made, "gram": basis.sums.gram}
+def lost(vector: Vector, square: float, norm: float) -> float:
+    """The relative error of a task vector; of one in 16 bits the bound of rounding.
 
-
-def errors_of(basis: Basis) -> dict[str, float | None]:
-    """Task -> ||tau_hat - tau|| / ||tau||, from G."""
-    lost = Gram.of(basis.sums.gram).errors(basis.encoding.reconstruction.numpy())
-    return dict(zip(basis.tasks, (lost / basis.sums.norms).tolist(), strict=True))
+    Args:
+        square: the squared norm of the error of its code.
+        norm: of the task vector.
+    """
+    if vector.codec == "dense" and vector.dtype != "float32":
+        return torch.finfo(DTYPES[vector.dtype]).eps / 2
+    return math.sqrt(square) / norm
 
 
 def store_facts(
@@ -276,31 +272,30 @@ def store_facts(
     """`store.json` of a new store.
 
     Args:
-        squares: the squared norm of what each task vector loses in its code.
+        squares: the squared norm of the error of each vector's code.
     """
     merged, kind, count = facts(inputs, basis, {}), basis.settings.basis, basis.num_bases
-    errors, made = errors_of(basis), dict(merged)
-    if kind == "none":
-        norms = basis.sums.scaled([1 / w for w in basis.weights]).norms
-        lost = [square**0.5 / norm for square, norm in zip(squares, norms, strict=False)]
-        errors = dict(zip(basis.tasks, lost or [0.0] * count, strict=True))
-    if any(part.share < 1 for item in inputs.items for part in item.inputs):
-        errors = dict.fromkeys(basis.tasks)  # of the models: not known over samples
-        made |= dict.fromkeys(LOSSES)
-    made |= {
+    made = {
+        **dict(merged),
         "format_version": STORE_VERSION,
         "parameters": {**merged.parameters, **inputs.varying},
-        "errors": errors,
+        "errors": errors_of(basis.tasks, basis.sums.gram, basis.encoding.reconstruction),
         "budget": None if kind == "none" else count,
         "compress": COMPRESSED_BY.get(kind),
         "basis_weights": [len(inputs.tasks) / count] * count if kind in (*EVEN, "none") else None,
         "base_fingerprint": inputs.prints[0],
         "base_path": local_path(inputs.base_model),
-        "tensors": [item.name for item in inputs.items],
+        "tensors": inputs.names,
         "twins": dict(inputs.tied),
         "model_bytes": inputs.model_bytes,
         "vectors": list(vectors),
     }
+    if kind == "none":
+        norms = basis.sums.scaled([1 / w for w in basis.weights]).norms
+        own = list(map(lost, vectors, squares, norms))
+        made["errors"] = dict(zip(basis.tasks, own, strict=True))
+    if inputs.sampled:  # what is lost of the models is not known
+        made |= {"errors": dict.fromkeys(basis.tasks), **losses_of(None)}
     return StoreFacts.model_validate(made)
 
 

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -26,9 +26,10 @@ from tvb_mergekit.store.facts import (
     check_files,
     record_of,
     write_facts,
-    write_numbers,
+    write_tensors,
 )
 from tvb_mergekit.store.store import Bases, is_store, load, read_store
+from tvb_mergekit.tensors.output import check_new_folder
 
 LOG = logging.getLogger(__name__)
 LOCK = ".lock"
@@ -49,7 +50,6 @@ class Change:
         found = [re.search(r"-(\d+)(\.safetensors)?$", p.name) for each in there for p in each]
         self.number = 1 + max((int(match[1]) for match in found if match), default=0)
         self._made: list[str] = []
-        self._new = not store.is_dir()
 
     def place(self, kind: str, slug: str) -> str:
         """A new place below the store: of a vector's file, or of a folder of files."""
@@ -62,21 +62,20 @@ class Change:
         """Write the numbers of the next state, whose other files are there, and publish it."""
         place = f"numbers-{self.number}.safetensors"
         self._made.append(place)
-        write_numbers(self.store / place, tensors)
-        before = self.facts and self.facts.but(previous=None)
+        write_tensors(self.store / place, tensors)
         base = facts.base_path
         if facts.base_beside is None and base and os.path.exists(base):  # of a base that was read
             facts = facts.but(base_beside=os.path.relpath(os.path.realpath(base), self.store))
+        before = self.facts and self.facts.but(previous=None)
         made = facts.but(numbers=record_of(self.store, place), previous=before)
         write_facts(self.store / STORE, made)
         if self.facts and self.facts.previous:
             for old in self.facts.previous.held.keys() - made.held.keys() - self.facts.held.keys():
                 file = self.store / old
-                if not file.parent.resolve().is_relative_to(self.store):  # of a link's target
-                    continue
-                with suppress(OSError):
-                    file.unlink()
-                    file.parent.rmdir()  # the last of a folder of files
+                if file.parent.resolve().is_relative_to(self.store):  # else of a link's target
+                    with suppress(OSError):
+                        file.unlink()
+                        file.parent.rmdir()  # the last of a folder of files
         return load(self.store)
 
     def discard(self) -> None:
@@ -87,10 +86,9 @@ class Change:
                 shutil.rmtree(self.store / place, ignore_errors=True)
                 with suppress(OSError):
                     (self.store / place).unlink()
-        for folder in ("vectors", "files", ""):
+        for folder in ("vectors", "files"):
             with suppress(OSError):  # it holds something
-                if folder or self._new:
-                    (self.store / folder).rmdir()
+                (self.store / folder).rmdir()
 
 
 @contextmanager
@@ -128,11 +126,19 @@ def changing(path: str | os.PathLike[str], new: bool = False) -> Iterator[Change
                 store.rmdir()
 
 
-def undo_change(path: str | os.PathLike[str]) -> Bases:
-    """Swap a store's state and its previous one. A second call swaps them back.
+def check_new_store(out: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
+    """Check the folder of a new store: it must be missing or empty."""
+    if not is_store(out) and os.path.exists(Path(out, LOCK)):
+        said = "a part of a store, whose build was killed or still runs"
+        raise UserError(f"{out} holds {said}: delete it if no command writes to it")
+    check_new_folder(out, inputs)
+
+
+def undo(path: str | os.PathLike[str]) -> Bases:
+    """The store at `path` as it was before the last `add` or `remove`; a second call undoes that.
 
     Raises:
-        UserError: there is none, or a file of it is damaged.
+        UserError: the store is as it was built, or a file of the state before is damaged.
     """
     with changing(path) as change:
         facts = change.facts
@@ -143,16 +149,14 @@ def undo_change(path: str | os.PathLike[str]) -> Bases:
     return load(change.store)
 
 
-def slugs(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
+def slugs(names: Sequence[str]) -> list[str]:
     """A name for a file or folder for each, which no two share even where case does not count."""
-    used = {name.lower() for name in taken}
-    made = []
+    made: dict[str, str] = {}
     for name in names:
         short = slug = re.sub(r"[^\w.-]+", "-", name)[:60].strip(".") or "task"
         number = 1
-        while slug.lower() in used:
+        while slug.lower() in made:
             number += 1
             slug = f"{short}-{number}"
-        used.add(slug.lower())
-        made.append(slug)
-    return made
+        made[slug.lower()] = slug
+    return list(made.values())

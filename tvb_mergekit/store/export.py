@@ -118,11 +118,11 @@ def export(
     check_disk(os.fspath(out), len(tasks) * sum(item.written for item in items))
     for line in filter(None, (lost_of(bases, task) for task in tasks)):
         warn(line)
-    exact = [bases.whole and bases.sources[bases.index(task)].holds == "weight" for task in tasks]
+    exact = {vector.name: vector for vector in bases.facts.vectors if vector.codec == "lossless"}
     stage = StagedFolder(out)
     try:
         places = [stage.path / slug for slug in slugs(tasks)] if every else [stage.path]
-        lossy = [k for k, whole in enumerate(exact) if not whole]
+        lossy = [k for k, task in enumerate(tasks) if task not in exact]
         if lossy:
             shards = plan_shards(items)
             writers = [FolderWriter(places[k], shards, {"format": "pt"}) for k in lossy]
@@ -130,12 +130,10 @@ def export(
             for writer in writers:
                 writer.finish()
                 copy_config(base_folder, writer.folder, dtype)
-        for task, place, whole in zip(tasks, places, exact, strict=True):
-            if whole:
-                number, stored = bases.index(task), bases.path
-                assert stored is not None
-                folder = (stored / bases.facts.vectors[number].files[0].file).parent
-                vector = bases.sources[number]
+        for task, place in zip(tasks, places, strict=True):
+            if task in exact and bases.path:
+                folder = (bases.path / exact[task].files[0].file).parent
+                vector = bases.sources[bases.index(task)]
                 restore(folder, vector, base, base_folder, place, dtype, engine)
             (place / "README.md").write_text(_card(bases, task), encoding="utf-8")
         stage.publish()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tvb_mergekit.atomic import write_file
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.tensors.writing import file_record
+from tvb_mergekit.tensors.writing import checksum_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -138,11 +138,8 @@ class StoreFacts(Facts):
     @property
     def held(self) -> dict[str, StoredFile]:
         """Every file of this state, by its place."""
-        files = [
-            *([self.numbers] if self.numbers else []),
-            *(f for v in self.vectors for f in v.held),
-        ]
-        return {each.file: each for each in files}
+        files = [file for vector in self.vectors for file in vector.held]
+        return {each.file: each for each in [*files, *([self.numbers] if self.numbers else [])]}
 
     @pydantic.model_validator(mode="after")
     def _complete(self) -> Self:
@@ -155,8 +152,7 @@ class StoreFacts(Facts):
         if self.whole and names != self.tasks:
             raise ValueError("`vectors` does not name the tasks of `tasks`")
         weights = self.parameters.get("weights")
-        weights = weights if isinstance(weights, dict) else {}
-        if not all(weights.get(task) for task in self.tasks):  # exports divide by them
+        if not (isinstance(weights, dict) and all(map(weights.get, self.tasks))):  # exports divide
             raise ValueError("`parameters.weights` does not give each task a weight")
         if any(v.codec == "lossless" and v.weights and not v.files for v in self.vectors):
             raise ValueError("`files` of a lossless vector is empty")
@@ -178,27 +174,22 @@ def read_facts(file: Path) -> Facts:
     """
     schema, version = (StoreFacts, STORE_VERSION) if file.name == STORE else (Facts, MERGE_VERSION)
     try:
-        found = json.loads(file.read_bytes().decode("utf-8"), parse_constant=_no_number)
+        found = json.loads(file.read_bytes().decode("utf-8"))
         if not isinstance(found, dict):
             raise ValueError(f"expected an object, found {type(found).__name__}")
         if (number := found.get("format_version")) != version:
-            mend = "upgrade tvb-mergekit, or build it again"
-            raise UserError(f"{file}: format version {number}, expected {version}; {mend}")
+            raise ValueError(
+                f"format version {number}, expected {version}: of another tvb-mergekit"
+            )
         if found.pop(CHECKSUM, None) != _checksum(found):
             raise ValueError("its checksum differs: the file was changed")
         return schema.model_validate(found)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
         why = f"`{'.'.join(map(str, first['loc'])) or 'it'}`: {first['msg']}"
-    except UserError:
-        raise
     except (ValueError, RecursionError) as error:
         why = str(error)
     raise UserError(f"{file} cannot be read ({why}); restore it from a copy, or build it again")
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is not a number in JSON")
 
 
 def _checksum(facts: Mapping[str, Any]) -> str:
@@ -213,12 +204,14 @@ def read_output(folder: Path) -> tuple[Facts, dict[str, Tensor]]:
     return facts, read_numbers(folder / TENSORS, len(facts.tasks), facts.num_bases)
 
 
-def write_numbers(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write float64 tensors to a new safetensors file."""
+def write_tensors(
+    file: Path, tensors: Mapping[str, Tensor], key: str = "format", value: str = "pt"
+) -> None:
+    """Write a new safetensors file, with one entry of metadata."""
     plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    # One metadata entry: safetensors writes several in an order that changes from run to run. And
-    # not `save_file`, whose files only their owner may read.
-    file.write_bytes(save(plain, metadata={"format": "pt"}))
+    # safetensors writes several entries in an order that changes from run to run. And not
+    # `save_file`, whose files only their owner may read.
+    file.write_bytes(save(plain, metadata={key: value}))
 
 
 def read_numbers(file: Path, tasks: int, bases: int) -> dict[str, Tensor]:
@@ -242,7 +235,8 @@ def read_numbers(file: Path, tasks: int, bases: int) -> dict[str, Tensor]:
 
 def record_of(store: Path, place: str) -> StoredFile:
     """Size and checksum of a file of a store as it is."""
-    return StoredFile.model_validate({"file": place, **file_record(store / place)})
+    path = store / place
+    return StoredFile(file=place, bytes=path.stat().st_size, xxh3_128=checksum_of(path))
 
 
 def check_files(store: Path, files: Iterable[StoredFile], checksums: bool = False) -> None:
@@ -261,13 +255,12 @@ def check_files(store: Path, files: Iterable[StoredFile], checksums: bool = Fals
             raise UserError(f"{path}: its checksum is not the one in {STORE}; {remedy}")
 
 
-def unnamed_files(store: Path, facts: StoreFacts) -> list[Path]:
+def unnamed_files(store: Path, facts: StoreFacts | None) -> list[Path]:
     """Files that only an interrupted change can have left: no state of the store names them."""
-    named = facts.held.keys() | (facts.previous.held.keys() if facts.previous else set())
+    states = [state for state in (facts, facts and facts.previous) if state]
+    named = {place for state in states for place in state.held}
     found = (path.relative_to(store).as_posix() for path in store.rglob("*") if path.is_file())
-    return [
-        store / place for place in sorted(found) if _OWN.fullmatch(place) and place not in named
-    ]
+    return [store / each for each in sorted(found) if _OWN.fullmatch(each) and each not in named]
 
 
 def of_files(files: Iterable[StoredFile]) -> int:

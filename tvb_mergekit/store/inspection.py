@@ -14,7 +14,7 @@ from torch import Tensor
 from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.encoders.balanced import completion
 from tvb_mergekit.store.facts import Facts, StoreFacts, of_files
-from tvb_mergekit.store.report import cosines
+from tvb_mergekit.store.report import cosines, errors_of
 
 CHOICE = "num_bases retained_energy balanced_energy spectral_bound next_eigenvalue".split()
 NUMBERS = ("gram", "eigenvalues", "encoder", "decoder", "reconstruction")
@@ -55,10 +55,8 @@ class Inspection:
         if self.facts.errors or self.gram is None:
             return self.facts.errors or dict.fromkeys(self.facts.tasks)
         product = self.tensors["encoder"] @ self.tensors["decoder"]
-        lost = self.gram.errors(self.tensors.get("reconstruction", product).numpy())
-        pairs = zip(lost.tolist(), np.sqrt(self.gram.matrix.diagonal()).tolist(), strict=True)
-        errors = [error / norm if norm else None for error, norm in pairs]
-        return dict(zip(self.facts.tasks, errors, strict=True))
+        rebuilt = self.tensors.get("reconstruction", product)
+        return errors_of(self.facts.tasks, self.tensors["gram"], rebuilt)
 
     @cached_property
     def choices(self) -> list[dict[str, float]]:

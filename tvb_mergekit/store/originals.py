@@ -18,12 +18,12 @@ import torch
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.facts import StoredFile, record_of
 from tvb_mergekit.tensors.checkpoint import RESTORE, TOKENIZER_FILES, Checkpoint
-from tvb_mergekit.tensors.coding import Keeping
+from tvb_mergekit.tensors.coding import keep
 from tvb_mergekit.tensors.lossless import Coded
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Engine, Item, Part, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
-from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, file_record, plan_shards
+from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, checksum_of, plan_shards
 
 REST, ABOUT = "rest.safetensors", "original.json"
 # Of the base that a model without tokenizer gets
@@ -51,19 +51,19 @@ def write_original(
             near = Part.of(base, name) if fits else None
             rest.append(Item(name, info.shape, near, (Part.of(source, name),)))
     if rest:
-        Keeping([folder / REST], rest).write(engine, "Rest")
-    files, base_folder = dict[str, str](), inputs.folder
+        keep([folder / REST], rest, engine=engine, title="Rest")
+    files, base_folder = dict[str, str](), inputs.folder  # name -> checksum
     if isinstance(source, Checkpoint) and not os.path.isfile(inputs.models[number]):
         for file in sorted(source.folder.iterdir()):
             wanted = file.name.endswith(ENDINGS) and not file.name.endswith(".index.json")
             if wanted and file.is_file():
-                files[file.name] = (known := file_record(file))["xxh3_128"]
+                files[file.name] = checksum_of(file)
                 twin = base_folder and base_folder / file.name
-                if not (twin and twin.is_file() and file_record(twin) == known):
+                if not (twin and twin.is_file() and checksum_of(twin) == files[file.name]):
                     shutil.copyfile(file, folder / file.name)
     if base_folder is not None and files.keys().isdisjoint(TOKENIZER_FILES):
         lacking = [base_folder / n for n in ("config.json", *COPIED) if n not in files]
-        files |= {f.name: file_record(f)["xxh3_128"] for f in lacking if f.is_file()}
+        files |= {file.name: checksum_of(file) for file in lacking if file.is_file()}
     about = {"tensors": list(source.tensors), "files": files}
     (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return [record_of(store, f"{place}/{file.name}") for file in sorted(folder.iterdir())]
@@ -122,7 +122,7 @@ def restore(
     for name, checksum in files.items():
         places = [folder / name, *([] if base_folder is None else [base_folder / name])]
         file = next((each for each in places if each.is_file()), places[-1])
-        if not file.is_file() or file_record(file)["xxh3_128"] != checksum:
+        if not file.is_file() or checksum_of(file) != checksum:
             why = "missing or changed since the store was built, which needs it for the model"
             raise UserError(f"{file}: {why}; restore it")
         shutil.copyfile(file, out / name)
@@ -136,16 +136,13 @@ def copy_config(source: Path | None, folder: Path, dtype: torch.dtype | None = N
     Args:
         dtype: of the model in that folder, if it is not the base's.
     """
-    if source is None or not (source / "config.json").is_file():
-        return
-    names = [name for name in ("config.json", *COPIED) if (source / name).is_file()]
-    names += sorted(
-        file.name for pattern in ("*.tiktoken", "*.py") for file in source.glob(pattern)
-    )
-    for name in names:
-        shutil.copyfile(source / name, folder / name)
-    if dtype is not None:
-        recast(folder / "config.json", dtype)
+    if source is not None and (source / "config.json").is_file():
+        own = [source / name for name in ("config.json", *COPIED)]
+        for file in (*own, *source.glob("*.tiktoken"), *source.glob("*.py")):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
+        if dtype is not None:
+            recast(folder / "config.json", dtype)
 
 
 def recast(config: Path, dtype: torch.dtype) -> None:

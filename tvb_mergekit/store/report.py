@@ -18,6 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Combination
+from tvb_mergekit.core.encoders import Encoding, Gram
 from tvb_mergekit.core.settings import MERGING_KEYS, VARYING_KEYS
 from tvb_mergekit.errors import counted
 from tvb_mergekit.store.facts import (
@@ -28,7 +29,7 @@ from tvb_mergekit.store.facts import (
     Facts,
     StoreFacts,
     write_facts,
-    write_numbers,
+    write_tensors,
 )
 from tvb_mergekit.tables import Sheet, matrix, show
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -54,11 +55,8 @@ def facts(tasks: TaskSet, basis: Basis, tunables: Mapping[str, set[float]]) -> F
     Args:
         tunables: `lambda`, `alpha` and `density` -> all values of it.
     """
-    settings, encoding, sums = basis.settings, basis.encoding, basis.sums
-    named = ("base", *basis.tasks)
-    losses: dict[str, Any] = dict.fromkeys(LOSSES)
-    if sums.inner:
-        losses = {name: getattr(encoding, name) for name in LOSSES}
+    settings, sums, named = basis.settings, basis.sums, ("base", *basis.tasks)
+    norms = [math.sqrt(sums.base_norm_squared), *sums.norms]
     weights = dict(zip(basis.tasks, basis.weights, strict=True))
     return Facts(
         format_version=MERGE_VERSION,
@@ -71,12 +69,27 @@ def facts(tasks: TaskSet, basis: Basis, tunables: Mapping[str, set[float]]) -> F
         num_bases=basis.num_bases,
         num_parameters=sums.num_parameters,
         dtype=tasks.dtype,
-        **losses,
-        norms=dict(zip(named, (math.sqrt(sums.base_norm_squared), *sums.norms), strict=True)),
+        **losses_of(basis.encoding if sums.inner else None),
+        norms=dict(zip(named, norms, strict=True)),
         left_out=dict(tasks.left_out),
         fingerprints=tasks.fingerprints,
-        seconds={phase: round(seconds, 3) for phase, seconds in basis.seconds.items()},
+        seconds=_rounded(basis.seconds),
     )
+
+
+def losses_of(encoding: Encoding | None) -> dict[str, Any]:
+    """Loss, bound and retained energy; null if they are not known."""
+    return {name: encoding and getattr(encoding, name) for name in LOSSES}
+
+
+def errors_of(
+    tasks: Sequence[str], gram: Tensor, reconstruction: Tensor
+) -> dict[str, float | None]:
+    """Task -> ||tau_hat - tau|| / ||tau||, from G; null of a zero vector."""
+    lost = Gram.of(gram).errors(reconstruction.numpy()).tolist()
+    pairs = zip(lost, gram.diagonal().sqrt().tolist(), strict=True)
+    errors = [error / norm if norm else None for error, norm in pairs]
+    return dict(zip(tasks, errors, strict=True))
 
 
 def facts_over_store(
@@ -88,21 +101,25 @@ def facts_over_store(
     dtype: str | None,
 ) -> Facts:
     """`basis.json` of a merge over the bases of a store, from that of the store."""
-    merging = (*VARYING_KEYS, *MERGING_KEYS)
+    merging, in_force = (*VARYING_KEYS, *MERGING_KEYS), basis.settings.in_force()
     parameters = {k: v for k, v in built.parameters.items() if k not in merging}
-    in_force = basis.settings.in_force()
     parameters |= {key: in_force[key] for key in (*merging, "exclude") if key in in_force}
-    parameters |= {**_values(tunables), "basis_weights": list(basis_weights)}
-    changes = {
-        "format_version": MERGE_VERSION,
-        "versions": versions(),
-        "method": basis.settings.method,
-        "parameters": parameters,
-        "dtype": dtype,
-        "left_out": dict(left_out),
-        "seconds": {phase: round(seconds, 3) for phase, seconds in basis.seconds.items()},
-    }
-    return Facts.model_validate({**dict(built), **changes})
+    return Facts.model_validate(
+        {
+            **dict(built),
+            "format_version": MERGE_VERSION,
+            "versions": versions(),
+            "method": basis.settings.method,
+            "parameters": {**parameters, **_values(tunables), "basis_weights": list(basis_weights)},
+            "dtype": dtype,
+            "left_out": dict(left_out),
+            "seconds": _rounded(basis.seconds),
+        }
+    )
+
+
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {phase: round(value, 3) for phase, value in seconds.items()}
 
 
 def _values(tunables: Mapping[str, set[float]]) -> dict[str, object]:
@@ -130,7 +147,7 @@ def write_files(model: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> Non
     """Write both files into `basis` in the folder of a merged model, which is not yet published."""
     folder = model / FOLDER
     folder.mkdir()
-    write_numbers(folder / TENSORS, tensors)
+    write_tensors(folder / TENSORS, tensors)
     write_facts(folder / FACTS, facts)
 
 
@@ -221,15 +238,13 @@ def _size(facts: Facts) -> str:
 
 def measures(facts: Facts) -> list[str]:
     """Lines on loss, bounds and retained energy, where they are known."""
-    if facts.loss is None and not facts.errors:
-        return ["No Gram matrix: this merge needs none; `tvb inspect RECIPE` computes it"]
-    lines = []
     if facts.loss is not None:
-        lines.append(
+        return [
             f"Retained energy {100 * (facts.retained_energy or 0):.2f} %: reconstruction loss "
             f"{facts.loss:.6g}, spectral lower bound {facts.spectral_bound:.6g}"
-        )
-    return lines
+        ]
+    lacks = "No Gram matrix: this merge needs none; `tvb inspect RECIPE` computes it"
+    return [] if facts.errors else [lacks]
 
 
 @cache

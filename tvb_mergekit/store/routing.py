@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -188,12 +189,11 @@ def routed_model(model: nn.Module, file: Path) -> Routed:
     """A model with the routers and bases in a file of `tvb learn wemoe`."""
     if not facts_in(file, LEARNED):
         raise UserError(f"{file}: damaged; copy it again, or repeat `tvb learn`")
-    held = load_file(file)
-    states: dict[str, dict[str, Tensor]] = {}
+    held, own = load_file(file), dict(model.named_parameters())
+    states = defaultdict[str, dict[str, Tensor]](dict)  # of the router of each MLP
     for name in [name for name in held if ".router." in name]:
         mlp, _, key = name.rpartition(".router.")
-        states.setdefault(mlp, {})[key] = held.pop(name)
-    own = dict(model.named_parameters())
+        states[mlp][key] = held.pop(name)
     for name, bases in held.items():
         p = own.get(name)
         if p is None or p.shape != bases.shape[1:] or not p.is_floating_point():
@@ -201,7 +201,8 @@ def routed_model(model: nn.Module, file: Path) -> Routed:
             raise UserError(f"{said}; load it from {file.parents[2]}, by its own class")
     routers = dict[str, nn.Module]()
     for mlp, state in states.items():
-        weights = [tensor for _, tensor in sorted(state.items()) if tensor.dim() == 2]
-        routers[mlp] = router_of([weights[0].shape[1], *map(len, weights)]).requires_grad_(False)
+        shapes = [tensor.shape for _, tensor in sorted(state.items()) if tensor.dim() == 2]
+        router = router_of([shapes[0][1], *(rows for rows, _ in shapes)])
+        routers[mlp] = router.requires_grad_(False)
         routers[mlp].load_state_dict(state)
     return Routed(model, routers, held)

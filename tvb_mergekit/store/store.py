@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from tvb_mergekit.store.facts import (
     read_numbers,
 )
 from tvb_mergekit.tensors.adapter import Adapter
-from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.stream import Weights
 
 DTYPES: dict[DtypeName, torch.dtype] = {
@@ -42,10 +40,10 @@ DTYPES: dict[DtypeName, torch.dtype] = {
 
 def dtype_name(dtype: torch.dtype) -> DtypeName:
     """The name of a store's dtype. Raise UserError if stores have no such dtype."""
-    for name, value in DTYPES.items():
-        if value == dtype:
-            return name
-    raise UserError(f"`dtype` is {dtype!r}: expected one of torch.{', torch.'.join(DTYPES)}")
+    found = next((name for name, value in DTYPES.items() if value == dtype), None)
+    if found is None:
+        raise UserError(f"`dtype` is {dtype!r}: expected one of torch.{', torch.'.join(DTYPES)}")
+    return found
 
 
 @dataclass(frozen=True, repr=False)
@@ -117,9 +115,7 @@ class Bases:
     @property
     def scales(self) -> Tensor:
         """[N], the factor of each vector in its basis: the weight of a task."""
-        if self.whole:
-            return self.weights
-        return torch.ones(len(self.sources), dtype=torch.float64)
+        return self.weights if self.whole else torch.ones(len(self.sources), dtype=torch.float64)
 
     @property
     def shares(self) -> Tensor:
@@ -128,10 +124,8 @@ class Bases:
         1 for every store that was built offline. It differs where `tvb add` keeps balanced bases
         that stand for different numbers of tasks: then sum_m v_m B_m is M/T times the sum of all.
         """
-        facts = self.facts
-        if facts.basis_weights is None or facts.compress != "balanced":
-            return torch.ones(self.num_bases, dtype=torch.float64)
-        weights = torch.tensor(facts.basis_weights, dtype=torch.float64)
+        known = self.facts.basis_weights if self.facts.compress == "balanced" else None
+        weights = torch.tensor(known or [1.0] * self.num_bases, dtype=torch.float64)
         return weights / weights.mean()
 
     def reconstruction(self, tasks: Sequence[str]) -> Tensor:
@@ -202,44 +196,34 @@ class Bases:
                 self.sources[place] = open_vector(self.path, vector, base)
 
     def as_models(self, base: Weights) -> list[Weights]:
-        """The vectors under the base's names of their tensors, of which one may have several."""
-        return [
-            each if isinstance(each, Adapter) else AsModel(each, self, base)
-            for each in self.sources
-        ]
+        """The vectors under the base's names of their tensors; a tensor may have several."""
+        every = self.sources
+        return [each if isinstance(each, Adapter) else AsModel(each, self, base) for each in every]
 
     @property
     def base_name(self) -> str:
-        """The path or name of the base.
-
-        The candidates are the recipe's name and its path, relative to the store (which may have
-        moved) or absolute. If several exist, the first with the right fingerprint counts.
-        """
-        facts, places = self.facts, [self.facts.base_model]
+        """The first place of the base that exists: of the recipe, next to the store, absolute."""
+        facts, beside = self.facts, list[str]()
         if self.path and facts.base_beside:
-            places.append(os.path.normpath(os.path.join(self.path.resolve(), facts.base_beside)))
-        places += [facts.base_path] if facts.base_path else []
-        there = list(filter(os.path.exists, dict.fromkeys(places)))
-        for place in there if len(there) > 1 else ():
-            with suppress(UserError):  # no model
-                if Checkpoint.open(place).fingerprint() == facts.base_fingerprint:
-                    return place
-        return [*there, facts.base_path or facts.base_model][0]
+            beside = [os.path.normpath(os.path.join(self.path.resolve(), facts.base_beside))]
+        last = facts.base_path or facts.base_model
+        return next(filter(os.path.exists, [facts.base_model, *beside, last]), last)
 
 
 class AsModel(Weights):
     """A vector as a model of the base's tensors, those with two names included."""
 
+    shards = ("vector.safetensors",)
+
     def __init__(self, vector: Weights, bases: Bases, base: Weights) -> None:
         named = {name: bases.stored_name(name) for name in base.tensors}
         self._vector, self._names = vector, {n: held for n, held in named.items() if held}
         self.tensors = {
-            name: replace(vector.tensors[held], shard="vector.safetensors", alias_of=held)
+            name: replace(vector.tensors[held], shard=self.shards[0], alias_of=held)
             for name, held in self._names.items()
         }
         self.holds, self.in_memory = vector.holds or "delta", vector.in_memory
-        self.grain, self.base, self.shards = vector.grain, base, ("vector.safetensors",)
-        self.folder = bases.path
+        self.grain, self.base, self.folder = vector.grain, base, bases.path
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
         return self._vector.read(self._names[name], start, stop, out)
@@ -281,15 +265,14 @@ def load(path: str | os.PathLike[str], checksums: bool = False, without: str = "
     if missing := {"encoder", "decoder"} - tensors.keys():
         raise UserError(f"{folder / facts.numbers.file}: no `{min(missing)}`; build it again")
     sources = [open_vector(folder, vector, None) for vector in named]
+    shapes: dict[str, tuple[int, ...]] = {}
     for vector, source in zip(named, sources, strict=True):
-        held = set(source.tensors)
-        if vector.codec != "adapter" and held != set(facts.tensors):
-            name = min(held ^ set(facts.tensors))
-            raise UserError(f"{folder}: vector {vector.name}: `{name}` is not what {STORE} says")
-    shapes = [{n: info.shape for n, info in each.tensors.items()} for each in sources]
-    plain = [of for of, v in zip(shapes, named, strict=True) if v.codec != "adapter"]
-    if any(of != plain[0] for of in plain):
-        raise UserError(f"{folder}: its vectors have different shapes; build it again")
+        if vector.codec != "adapter":
+            found = {name: info.shape for name, info in source.tensors.items()}
+            shapes = shapes or found
+            if found.keys() != {*facts.tensors} or found != shapes:
+                said = f"the tensors of vector {vector.name} are not what {STORE} says"
+                raise UserError(f"{folder}: {said}; build it again")
     return Bases(facts, tensors, sources, folder)
 
 
@@ -309,10 +292,7 @@ def read_store(folder: Path) -> StoreFacts:
             kind = "of an earlier version: build it again from its models"
         raise UserError(f"{folder} is not a store ({kind}); make one with `tvb build`")
     facts = read_facts(folder / STORE)
-    if (
-        not isinstance(facts, StoreFacts)
-        or facts.numbers is None
-        or any(vector.weights is None for vector in facts.vectors)
-    ):
+    assert isinstance(facts, StoreFacts)
+    if not (facts.numbers and all(vector.weights for vector in facts.vectors)):
         raise UserError(f"{folder / STORE}: names no files; build it again")
     return facts

@@ -10,7 +10,6 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -75,14 +74,7 @@ class Adapter(Weights):
             name: TensorInfo(info.shape, torch.float32, info.shard, info.alias_of)
             for name, info in self.under.tensors.items()
         }
-
-    @property
-    def shards(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.under.shards
-
-    @property
-    def folder(self) -> Path | None:  # type: ignore[override]
-        return self.under.folder
+        self.shards, self.folder = self.under.shards, self.under.folder
 
     @cached_property
     def loose(self) -> set[str]:
@@ -122,8 +114,8 @@ class Adapter(Weights):
             chunk.zero_()
         else:
             weights, own = (self.under, name) if key is None else (self.file, key)
-            torch.sub(*(_floats(w, n, start, stop) for w, n in ((weights, own), (self.base, name))),
-                      out=chunk)  # fmt: skip
+            theta, base = _floats(weights, own, start, stop), _floats(self.base, name, start, stop)
+            torch.sub(theta, base, out=chunk)
         if key is not None:
             return chunk
         origin = 0  # of a matrix
@@ -158,10 +150,10 @@ class Adapter(Weights):
 
     def fingerprint(self) -> str:
         """64 hexadecimal digits from the weights and the scales."""
-        scales = {key: self.config.get(key) for key in _SCALES}
-        parts = [self.file.fingerprint(), json.dumps(scales, sort_keys=True)]
-        parts += [] if self.under is self.base else [self.under.fingerprint()]
-        return hashlib.sha256("|".join(parts).encode()).hexdigest()
+        scales = json.dumps({key: self.config.get(key) for key in _SCALES}, sort_keys=True)
+        own = "" if self.under is self.base else f"|{self.under.fingerprint()}"
+        text = f"{self.file.fingerprint()}|{scales}{own}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def dtypes(self) -> set[torch.dtype]:

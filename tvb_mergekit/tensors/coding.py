@@ -8,8 +8,9 @@ base's; other blocks are compressed alone. A sample codes the drawn entries of e
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -121,104 +122,100 @@ def checksum(values: Tensor) -> int:
     return xxhash.xxh3_64_intdigest(_bytes_of(values))
 
 
-class Keeping:
-    """Writes every input of some items, or a sample of it, to the bit, coded next to the base.
+def keep(
+    paths: Sequence[Path],
+    items: Sequence[Item],
+    draws: Sequence[Draw] = (),
+    engine: Engine = Engine(),
+    title: str = "Models",
+) -> list[float]:
+    """Write every input of some items, or a sample of it, to the bit, coded next to the base.
 
     Args:
         paths: a new file for each input.
         items: all with that number of inputs.
-        samples: of each input; none: all entries.
+        draws: of each input; none: all entries.
+
+    Returns:
+        The squared norm of the error of each sample.
     """
-
-    def __init__(
-        self, paths: Sequence[Path], items: Sequence[Item], samples: Sequence[Draw] = ()
-    ) -> None:
-        self._items, self._samples = items, list(samples) or [ALL] * len(paths)
-        self._files = [
-            _Appender(path, items, number, sample)
-            for number, (path, sample) in enumerate(zip(paths, self._samples, strict=True))
-        ]
-
-    def write(self, engine: Engine = Engine(), title: str = "Models") -> list[float]:
-        """Write all tensors in order; returns the squared norm of the error of each sample."""
-        errors = np.zeros(len(self._files))
-        before = [list[NDArray[Any]]() for _ in self._files]
-        engine = replace(engine, device=CPU)
-        for piece, coded in run(self._items, self._coded, engine, title, grain=BLOCK):
-            last = piece.stop == piece.item.numel
-            for file, (data, index, _), indices in zip(self._files, coded, before, strict=True):
-                indices.append(index)
-                end = [np.concatenate(indices).tobytes()] if last else []
-                file.append(b"".join([*data, *end]), last)
-                if last:
-                    indices.clear()
-            errors += [error for _, _, error in coded]
-        for file in self._files:
-            file.finish()
-        return list(errors.tolist())
-
-    def _coded(self, piece: Piece, reader: Reader) -> list[tuple[list[bytes], Any, float]]:
-        """Of each input: the blocks of a piece, their index, and the squared error."""
-        item = piece.item
-        base = None if item.base is None else reader.stored(item.base, piece)
-        made = []
-        for sample, part in zip(self._samples, item.inputs, strict=True):
-            whole, share, error = reader.stored(part, piece), sample.of(item.shape), 0.0
-            blocks = whole.split(BLOCK) if len(whole) else ()
-            data, index = list[bytes](), np.zeros(len(blocks), INDEX)
-            for number, theta in enumerate(blocks):
-                beside = None if base is None else base[number * BLOCK :][: len(theta)]
-                if share < 1:
-                    assert beside is not None, "a task vector has a base"
-                    places = sample.places(item.name, piece.start // BLOCK + number, len(theta))
-                    tau = (theta.float() - beside.float()).double()
-                    held = float(tau[places].square().sum())
-                    error += (1 / share - 1) ** 2 * held + float(tau.square().sum()) - held
-                    theta, beside = theta[places], beside[places]
-                fits = beside is not None and theta.dtype == beside.dtype in MANTISSA
-                form, coded = encode(theta, beside if fits else None)
-                data.append(coded)
-                index[number] = len(coded), form, checksum(theta)
-            made.append((data, index, error))
-        return made
+    draws = draws or [ALL] * len(paths)
+    files = [_File(path, items, k, draws[k]) for k, path in enumerate(paths)]
+    work, errors = partial(_coded, draws), np.zeros(len(files))
+    for piece, coded in run(items, work, replace(engine, device=CPU), title, grain=BLOCK):
+        for k, (blocks, index, error) in enumerate(coded):
+            files[k].append(blocks, index, last=piece.stop == piece.item.numel)
+            errors[k] += error
+    for file in files:
+        file.finish()
+    return list(errors.tolist())
 
 
-class _Appender:
+def _coded(
+    draws: Sequence[Draw], piece: Piece, reader: Reader
+) -> list[tuple[list[bytes], NDArray[Any], float]]:
+    """Of each input: the blocks of a piece, their index, and the squared error."""
+    item, made = piece.item, []
+    base = None if item.base is None else reader.stored(item.base, piece)
+    for draw, part in zip(draws, item.inputs, strict=True):
+        whole, share, error = reader.stored(part, piece), draw.of(item.shape), 0.0
+        starts = range(0, len(whole), BLOCK)
+        blocks, index = list[bytes](), np.zeros(len(starts), INDEX)
+        for number, start in enumerate(starts):
+            theta = whole[start : start + BLOCK]
+            beside = None if base is None else base[start : start + BLOCK]
+            if share < 1:
+                assert beside is not None, "a task vector has a base"
+                places = draw.places(item.name, piece.start // BLOCK + number, len(theta))
+                tau = (theta.float() - beside.float()).double()
+                held = float(tau[places].square().sum())
+                error += (1 / share - 1) ** 2 * held + float(tau.square().sum()) - held
+                theta, beside = theta[places], beside[places]
+            fits = beside is not None and theta.dtype == beside.dtype in MANTISSA
+            form, code = encode(theta, beside if fits else None)
+            blocks.append(code)
+            index[number] = len(code), form, checksum(theta)
+        made.append((blocks, index, error))
+    return made
+
+
+class _File:
     """One file of input `number` of the items, as bytes whose sizes are known when they end.
 
     The header gets room for the most bytes, and is written last.
     """
 
-    def __init__(self, path: Path, items: Sequence[Item], number: int, sample: Draw) -> None:
-        said: dict[str, Any] = {"version": VERSION, "seed": sample.seed, "share": sample.share}
-        dtypes = [item.inputs[number].dtype for item in items]
-        said["tensors"] = {
-            i.name: [NAMES[dtype], list(i.shape)] for i, dtype in zip(items, dtypes, strict=True)
+    def __init__(self, path: Path, items: Sequence[Item], number: int, draw: Draw) -> None:
+        dtypes = {item.name: item.inputs[number].dtype for item in items}
+        said = {item.name: [NAMES[dtypes[item.name]], list(item.shape)] for item in items}
+        about = {"version": VERSION, "seed": draw.seed, "share": draw.share, "tensors": said}
+        self._metadata = {"format": "pt", MARKER: path.stem, KEY: json.dumps(about)}
+        # Tensor -> its bytes: the most until it is written
+        self._sizes = {
+            item.name: dtypes[item.name].itemsize * item.numel
+            + INDEX.itemsize * -(-item.numel // BLOCK)
+            for item in items
         }
-        self._metadata = {"format": "pt", MARKER: path.stem, KEY: json.dumps(said)}
-        self._names, self._sizes, self._size = [item.name for item in items], list[int](), 0
-        most = [
-            dtype.itemsize * item.numel + INDEX.itemsize * -(-item.numel // BLOCK)
-            for item, dtype in zip(items, dtypes, strict=True)
-        ]
-        self._room = len(self._header(most))
+        self._names, self._index, self._start = iter(dtypes), list[NDArray[Any]](), 0
+        self._room = len(self._header())
         self._file: BinaryIO = path.open("wb")
         self._file.write(b" " * self._room)
 
-    def append(self, data: bytes, last: bool) -> None:
-        """Append to the current tensor, which `last` ends."""
-        self._file.write(data)
-        self._size += len(data)
+    def append(self, blocks: Sequence[bytes], index: NDArray[Any], last: bool) -> None:
+        """Append blocks of the current tensor, which `last` ends."""
+        self._index.append(index)
+        self._file.writelines(blocks)
         if last:
-            self._sizes.append(self._size)
-            self._size = 0
+            self._file.write(np.concatenate(self._index).tobytes())
+            self._index.clear()
+            stop = self._file.tell() - self._room
+            self._sizes[next(self._names)], self._start = stop - self._start, stop
 
     def finish(self) -> None:
         with self._file:
             self._file.seek(0)
-            self._file.write(self._header(self._sizes, self._room))
+            self._file.write(self._header(self._room))
 
-    def _header(self, sizes: Sequence[int], length: int = 0) -> bytes:
-        pairs = zip(self._names, sizes, strict=True)
-        tensors: Mapping[str, Any] = {name: (torch.uint8, [size]) for name, size in pairs}
+    def _header(self, length: int = 0) -> bytes:
+        tensors = {name: (torch.uint8, [size]) for name, size in self._sizes.items()}
         return header_of(self._metadata, tensors, length)

@@ -41,6 +41,7 @@ class Coded(Weights):
     def __init__(self, path: Path) -> None:
         self.stored, self.path = Checkpoint.open(path), path
         self.tensors, self.dtypes = {}, dict[str, torch.dtype]()  # of the entries
+        self._indices: dict[str, tuple[NDArray[Any], NDArray[np.int64]]] = {}
         try:
             said = json.loads(metadata_of(path)[KEY])
             if said["version"] != VERSION:
@@ -59,13 +60,12 @@ class Coded(Weights):
             raise UserError(
                 f"{path}: its header does not describe a coded model ({error}); {RESTORE}"
             ) from error
-        if strange := sorted(set(self.tensors) ^ set(self.stored.tensors)):
-            raise self.damaged(strange[0])
-        for name in self.tensors:
-            info = self.stored.tensors[name]
-            if info.dtype != torch.uint8 or info.nbytes < INDEX.itemsize * self._blocks(name):
+        for name in sorted(self.tensors.keys() | self.stored.tensors.keys()):
+            info = self.stored.tensors.get(name)
+            if name not in self.tensors or info is None or info.dtype != torch.uint8:
                 raise self.damaged(name)
-        self._indices: dict[str, tuple[NDArray[Any], NDArray[np.int64]]] = {}
+            if info.nbytes < INDEX.itemsize * self._blocks(name):
+                raise self.damaged(name)
 
     def damaged(self, name: str) -> UserError:
         return UserError(f"{self.path}: tensor `{name}` is not what was stored; {RESTORE}")
@@ -132,12 +132,8 @@ class Coded(Weights):
         if base is None and form == UNITS:
             base = self._base(name, block, len(theta))
         if not decode(form, stored, base, theta) or checksum(theta) != known:
-            if form != UNITS:
-                raise self.damaged(name)
-            raise UserError(
-                f"{self.damaged(name)}. Or the base is another one than at the build, "
-                "if `tvb inspect STORE` finds nothing"
-            )
+            other = ". Or the base is another than at the build, if `tvb inspect STORE` is silent"
+            raise UserError(f"{self.damaged(name)}{other * (form == UNITS)}")
         return theta
 
     def fingerprint(self) -> str:

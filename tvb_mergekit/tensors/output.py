@@ -34,12 +34,13 @@ def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ())
     target = os.path.realpath(out)
     for path in inputs:
         source = os.path.realpath(path)
-        if target == source:
-            raise UserError(f"the output folder {out} is the input {path}; name another folder")
+        how = "is" if target == source else ""
         if os.path.isfile(source) and os.path.dirname(source) == target:
-            raise UserError(f"the output folder {out} holds the input {path}; name another folder")
-        if target.startswith(source + os.sep):
-            raise UserError(f"the output folder {out} lies in the input {path}; name another")
+            how = "holds"
+        elif target.startswith(source + os.sep):
+            how = "lies in"
+        if how:
+            raise UserError(f"the output folder {out} {how} the input {path}; name another folder")
     place = existing(Path(target))
     if not place.is_dir():
         raise UserError(f"the output {out}: {place} is a file; name a folder")

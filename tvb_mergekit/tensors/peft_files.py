@@ -71,14 +71,11 @@ class _Reader:
     def adapter(self) -> Adapter:
         alone = bool(self.config)
         self.config = self.config or self._read_config()
-        one, other = (
-            {name: info.shape for name, info in each.tensors.items()}
-            for each in (self.under, self.base)
-        )
+        both = (self.under.tensors, self.base.tensors)
+        one, other = ({name: info.shape for name, info in each.items()} for each in both)
         if one != other:
-            raise self._not_plain(
-                f"{self.under.folder} has other tensors than the base {self.base.folder}"
-            )
+            said = f"{self.under.folder} has other tensors than the base {self.base.folder}"
+            raise self._not_plain(said)
         names = [name for name in (WEIGHTS, PICKLED) if (self.folder / name).is_file()]
         if not (names or alone):
             raise self._error(f"has no {WEIGHTS} or {PICKLED}; download it again")
@@ -90,10 +87,10 @@ class _Reader:
             match = _KEY.fullmatch(name)
             if match is None:
                 self._add_dense(made, key, name)
-                continue
-            pair = halves.setdefault((match[1], match[3] is not None), {})
-            if pair.setdefault(match[2] or match[3], key) != key:
-                raise self._error(f"holds several adapters (`{key}`); store them one by one")
+            else:
+                pair = halves.setdefault((match[1], match[3] is not None), {})
+                if pair.setdefault(match[2] or match[3], key) != key:
+                    raise self._error(f"holds several adapters (`{key}`); store them one by one")
         stacked: dict[str, list[tuple[Tensor, Tensor]]] = {}  # by module, the inner ones first
         for (module, embedding), pair in sorted(halves.items(), reverse=True):
             down, up = (self._half(pair, half, file) for half in "AB")
@@ -198,10 +195,8 @@ class _Reader:
 
     def _half(self, pair: Mapping[str, str], half: str, file: Checkpoint) -> Tensor:
         if (key := pair.get(half)) is None:
-            (present,) = pair.values()
-            raise self._error(
-                f"holds `{present}` but not its other half, lora_{half}; save it again"
-            )
+            present = f"`{min(pair.values())}` but not its other half"
+            raise self._error(f"holds {present}, lora_{half}; save it again")
         stored = file.tensor(key)
         if stored.ndim > 2:
             raise self._not_plain(f"targets a convolution (`{key}` is {list(stored.shape)})")
@@ -213,8 +208,8 @@ class _Reader:
         value = stored.to(torch.float32, copy=True)  # nothing stays mapped
         if any(bad := count_not_finite(value)):
             raise self._error(
-                f"`{key}` holds {bad[0]:,} NaN and {bad[1]:,} infinite values of "
-                f"{value.numel():,}; it is damaged or its training diverged: take another"
+                f"`{key}` holds {bad[0]:,} NaN and {bad[1]:,} infinite values; it is damaged or "
+                "its training diverged: take another"
             )
         return value
 
@@ -251,8 +246,7 @@ class _Reader:
         if not down_rank == up_rank == rank or not math.isfinite(scale):
             raise self._error(
                 f"`{module}` has lora_A of rank {down_rank:g} and lora_B of rank {up_rank:g}, "
-                f"expected {rank} from {CONFIG} (lora_alpha {alpha:g}); take the two files of one "
-                "training run"
+                f"expected {rank} from {CONFIG}; take the two files of one training run"
             )
         return scale
 
@@ -275,9 +269,8 @@ class _Reader:
 
     def _tied(self, name: str) -> UserError:
         return self._error(
-            f"`{name}` changes the embeddings, which the base uses as its output layer too, and "
-            "PEFT's fusion would apply it to both uses. Save the base with `tie_word_embeddings: "
-            "false` and an output layer that is a copy of the embeddings"
+            f"`{name}` changes the embeddings, which the base uses as its output layer too; save "
+            "the base with `tie_word_embeddings: false`, and a copy as the output layer"
         )
 
     def _wrong_base(self, text: str) -> UserError:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import xxhash
@@ -25,9 +25,7 @@ from tvb_mergekit.tensors.stream import Item, written_bytes
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000  # mergekit's and transformers' default
-HASH = "xxh3_128"
 MARKER = "tvb_basis"  # in the metadata of a vector of a store: a difference, not a model
-BLOCK_BYTES = 2**24  # read at a time for a checksum
 
 
 @dataclass(frozen=True)
@@ -61,17 +59,15 @@ def header_of(
 
 def plan_shards(items: Sequence[Item], limit: int = SHARD_BYTES) -> list[Shard]:
     """Cut the items, in order, into files of at most `limit` bytes (or one tensor)."""
-    groups: list[list[Item]] = [[]]
-    size = 0
+    groups, size = [list[Item]()], 0
     for item in items:
         if groups[-1] and size + item.written > limit:
             groups.append([])
             size = 0
         groups[-1].append(item)
         size += item.written
-    total = len(groups)
-    names = [f"model-{number + 1:05d}-of-{total:05d}.safetensors" for number in range(total)]
-    if total == 1:
+    names = [f"model-{k:05d}-of-{len(groups):05d}.safetensors" for k in range(1, len(groups) + 1)]
+    if len(groups) == 1:
         names = ["model.safetensors"]
     return [Shard(name, tuple(group)) for name, group in zip(names, groups, strict=True)]
 
@@ -110,19 +106,12 @@ class FolderWriter:
     def finish(self) -> None:
         """Write the index, if there are several files."""
         self._local = threading.local()  # closes this thread's file
-        if ranks.world().leads:
-            write_index(
-                self.folder, self.plan, written_bytes(i for s in self.plan for i in s.items)
-            )
-
-
-def write_index(folder: Path, plan: Sequence[Shard], total: int) -> None:
-    """Write the index of several files, which hold `total` bytes of tensors."""
-    if len(plan) > 1:
-        where = {item.name: shard.name for shard in plan for item in shard.items}
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        text = json.dumps(index, indent=2) + "\n"
-        (folder / INDEX).write_text(text, encoding="utf-8")
+        if ranks.world().leads and len(self.plan) > 1:
+            where = {item.name: shard.name for shard in self.plan for item in shard.items}
+            total = written_bytes(item for shard in self.plan for item in shard.items)
+            index = {"metadata": {"total_size": total}, "weight_map": where}
+            text = json.dumps(index, indent=2) + "\n"
+            (self.folder / INDEX).write_text(text, encoding="utf-8")
 
 
 class FoldersSink:
@@ -163,10 +152,10 @@ class Stacked:
         self.held[item.name][:, start:stop] = values
 
 
-def file_record(path: Path) -> dict[str, Any]:
-    """{bytes, xxh3_128} of a file."""
+def checksum_of(path: Path) -> str:
+    """xxh3_128 of a file."""
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
-        while block := file.read(BLOCK_BYTES):
+        while block := file.read(2**24):
             digest.update(block)
-    return {"bytes": path.stat().st_size, HASH: digest.hexdigest()}
+    return digest.hexdigest()
