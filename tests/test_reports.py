@@ -189,10 +189,10 @@ def test_words_in_another_order(
 
 
 CONFIGS: list[tuple[Mapping[str, Any], str]] = [
-    ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, in the base 1e-06"),
-    ({"hidden_act": "gelu"}, "hidden_act is gelu, in the base silu"),
+    ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 (base: 1e-06)"),
+    ({"hidden_act": "gelu"}, "hidden_act gelu (base: silu)"),
     ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, "'rope_theta': 500000.0"),
-    ({"num_attention_heads": 8, "head_dim": 4}, "num_attention_heads is 8, in the base 4"),
+    ({"num_attention_heads": 8, "head_dim": 4}, "num_attention_heads 8 (base: 4)"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "'factor': 2.0"),
     ({"max_position_embeddings": 128, "eos_token_id": 5, "use_cache": False}, ""),
 ]
@@ -207,7 +207,7 @@ def test_a_configuration_that_changes_the_function(
     if "rope_scaling" in changes:
         configure(b, rope_parameters=None)
     merge(recipe("basis_ta", base, [a, b]), tmp_path / "out")
-    told = [line for line in caplog.messages if "in the base" in line]
+    told = [line for line in caplog.messages if "otherwise than the base" in line]
     assert len(told) == bool(said)
     assert all(said in line and "`b`" in line for line in told), told
 
@@ -393,10 +393,13 @@ PUBLISHED: dict[str, tuple[str, Mapping[str, float] | str]] = {
         """,
         "unknown key `gate_mode` under the recipe",
     ),
-    "one weight for all": (f"{TA}parameters: {{weight: 0.5}}", "under the parameters of one model"),
+    "one weight for all": (
+        f"{TA}parameters: {{weight: 0.5}}",
+        "belongs under the `parameters` of one model",
+    ),
     "weight 0": (
         TA.replace("{model: ./b}", "{model: ./b, parameters: {weight: 0.0}}"),
-        "`weight` is 0.0: Input should not be 0",
+        "`weight` is 0.0: Input should be",
     ),
     "union of equal vocabularies": (
         f"{TA}tokenizer_source: union\nparameters: {{basis: none, lambda: 1}}",

@@ -24,8 +24,8 @@ LAYER = re.compile(r"^((.*?)\.(\d+))\.")  # beginning of the names in a layer: m
 
 # Keys of configurations that change what equal weights compute
 OF_FUNCTION = re.compile(
-    r"rope|rotary|eps(ilon)?$|activation|_act$|heads?$|head_dim|softcap|scal|multiplier"
-    r"|^sliding_window$|layer_types|per_tok$|norm_topk"
+    r"rope|rotary|alibi|eps(ilon)?$|(activation|_act|_fn|_function)$|heads?$|head_dim|softcap|scal"
+    r"|multiplier|parallel|^sliding_window$|layer_types|per_tok$|norm_topk|qk_norm|bidirectional"
 )
 
 # Types of models that store weights as [inputs, outputs], and not as [outputs, inputs]: all of a

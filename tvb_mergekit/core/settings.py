@@ -134,6 +134,8 @@ INSTEAD = {
 def unknown_key(key: str, known: Collection[str], where: str) -> UserError:
     if key in INSTEAD:
         return UserError(f"`{key}` under {where} is of other methods; leave it out: {INSTEAD[key]}")
+    if key in MODEL_KEYS:
+        return UserError(f"`{key}` under {where} belongs under the `parameters` of one model")
     word = f"`{key if key.isprintable() else repr(key)[1:-1]}` under {where}{hint(key, known)}"
     return UserError(f"unknown key {word}: Known keys: {', '.join(known)}")
 

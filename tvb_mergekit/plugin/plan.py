@@ -101,17 +101,14 @@ class MergedTensors:
     def _check_missing(self) -> None:
         """Warn of tensors that a model lacks. Raise UserError if they are most of the base."""
         reasons = {name: why for name, why in self.left_out.items() if why.startswith("missing")}
-        part = whole = 0
-        for item in self.items:
-            if item.base is not None and item.base.dtype.is_floating_point:
-                part += item.numel * (item.name in reasons)
-                whole += item.numel * (item.name in reasons or item.tunables is not None)
+        floating = [i for i in self.items if i.base is not None and i.base.dtype.is_floating_point]
+        part = sum(item.numel for item in floating if item.name in reasons)
+        whole = part + sum(item.numel for item in floating if item.tunables is not None)
         first, models = next(iter(reasons), ""), self.recipe.models
         held = (name for model in models for name in self.checkpoints[model].tensors)
-        longer = (name for name in held if name.endswith(f".{first}"))
-        found = "".join(f", but {name}: save it without the prefix" for name in [*longer][:1])
-        which = f"{len(reasons)} {listed(sorted(set(reasons.values())))}"
-        check_most(part, whole, f"{which} ({listed([*reasons])}){found}")
+        longer = [f", but {n}: save it without the prefix" for n in held if n.endswith(f".{first}")]
+        which = f"{len(reasons)} {listed(sorted(set(reasons.values())))} ({listed([*reasons])})"
+        check_most(part, whole, f"{which}{''.join(longer[:1])}")
         for name, why in reasons.items():
             LOG.warning("tensor `%s` is not in %s: it stays the base's", name, why[11:])
 
@@ -337,12 +334,9 @@ def compare_configs(recipe: Recipe, configs: Sequence[Mapping[str, Any]]) -> Non
     """Warn of a model whose configuration gives equal weights another function."""
     base = {key: value for key, value in configs[0].items() if OF_FUNCTION.search(key)}
     for task, own in zip(recipe.tasks, configs[1:], strict=True):
-        other = [
-            f"{k} is {own.get(k)}, in the base {v}" for k, v in base.items() if own.get(k) != v
-        ]
-        if other:
-            told = "the merge uses weights as the base does, and task `%s` otherwise: %s"
-            LOG.warning(told, task, "; ".join(other))
+        new = [f"{k} {own.get(k)} (base: {v})" for k, v in base.items() if own.get(k) != v]
+        if new:  # the merged model has the base's configuration
+            LOG.warning("task `%s` uses its weights otherwise than the base: %s", task, listed(new))
 
 
 def engine_of(options: MergeOptions) -> Engine:

@@ -84,7 +84,7 @@ def _plan(document: Document, options: MergeOptions, zeros: Collection[str]) -> 
     held = {model: loader.checkpoint for model, loader in loaders.items()}
     configs = [model.config(trust_remote_code=options.trust_remote_code) for model in loaders]
     compare_configs(
-        recipe, [getattr(config, "text_config", config).to_dict() for config in configs]
+        recipe, [(getattr(config, "text_config", None) or config).to_dict() for config in configs]
     )
     tied = all(getattr(config, "tie_word_embeddings", False) for config in configs)
     dtypes = document.dtype, document.config.out_dtype
