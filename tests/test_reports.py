@@ -623,3 +623,54 @@ def test_a_new_vocabulary_of_an_encoder(tmp_path: Path) -> None:
     result = merge(document, tmp_path / "out")
     start, first = load(base)[name], load(models[0])[name]
     torch.testing.assert_close(result.tensors[name], first + state[name] - start)
+
+
+# Files beside the weights that loaders of the merge need
+
+CODE = """
+import transformers
+class OwnConfig(transformers.LlamaConfig):
+    model_type = "own"
+class OwnForCausalLM(transformers.LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+OWN = {
+    "model_type": "own",
+    "architectures": ["OwnForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "modeling_own.OwnConfig",
+        "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+    },
+}
+
+
+def test_own_code_loads(tmp_path: Path) -> None:
+    base, models = family(tmp_path, llama, ["math", "code"])
+    for folder in (base, *models):
+        (folder / "modeling_own.py").write_text(CODE)
+        configure(folder, **OWN)
+    document = recipe("basis_ta", base, models, **SUM)
+    result = merge(document, tmp_path / "out", "--trust-remote-code")
+    loaded = AutoModelForCausalLM.from_pretrained(result.folder, trust_remote_code=True)
+    assert type(loaded).__name__ == "OwnForCausalLM"
+
+
+@pytest.mark.parametrize(
+    "words", [{}, {"tokenizer_source": "base"}, {"tokenizer": {"source": "base"}}]
+)
+def test_files_that_loaders_need(words: Mapping[str, Any], tmp_path: Path) -> None:
+    """Generation, and the modules of sentence-transformers."""
+    base, models = family(tmp_path, llama, ["math", "code"])
+    given = {
+        "generation_config.json": '{"top_k": 7}',
+        "preprocessor_config.json": "{}",
+        "modules.json": "[]",
+        "sentence_bert_config.json": "{}",
+        "config_sentence_transformers.json": "{}",
+        "1_Pooling/config.json": "{}",
+    }
+    (base / "1_Pooling").mkdir()
+    for name, text in given.items():
+        (base / name).write_text(text)
+    result = merge(recipe("basis_ta", base, models, **SUM, extra=words), tmp_path / "out")
+    assert {name: (result.folder / name).read_text() for name in given} == given

@@ -39,7 +39,6 @@ merge:_model_out_config
 merge:_update_config_vocab
 merge:_set_chat_template
 merge:_copy_tokenizer
-merge:_copy_tagalong_files
 plan:ConfigReader.parameter_sources
 plan:MergePlanner._plan
 plan:MergePlanner.plan_tensor

@@ -213,7 +213,7 @@ class _Planner(MergePlanner):
     """mergekit's planner, which also plans what its definition of the architecture lacks.
 
     Attributes:
-        of_layers: Beginning of the names in a module's layers -> endings that the definition lacks.
+        of_layers: Module -> beginnings and endings of names in its layers, around the number.
         others: Other names that the definition lacks -> their place in a gradient, from 0 to 1.
         extra: Tensors that base and definition lack -> a model that has them.
     """
@@ -226,19 +226,34 @@ class _Planner(MergePlanner):
         """
         model = self._model_arch(self.config.base_model)
         known = stored_names(base, model.config.model_type, model.all_weights())
-        layers = {name: found for name in base.tensors if (found := LAYER.match(name))}
-        last: dict[str, int] = {}
-        for found in layers.values():
-            last[found[2]] = max(int(found[3]), last.get(found[2], 0))
-        modules = [model.get_module(name) for name in self.arch_info.modules]
-        counts = {
-            found[2]: module.num_layers()
-            for module in modules
+        modules = {name: model.get_module(name) for name in self.arch_info.modules}
+        owners = {  # beginning of the names in layers -> the module and its number of layers
+            found[2]: (name, module.num_layers())
+            for name, module in modules.items()
             for weight in (module.layer_weights(0) if module.num_layers() else ())
             if (found := LAYER.match(weight.name))
         }
-        self.of_layers: dict[str, dict[str, None]] = {stem: {} for stem in counts}
+        layers = {name: found for name in base.tensors if (found := LAYER.match(name))}
+        last: dict[str, int] = {}
+        for found in layers.values():
+            last[found[2]] = max(int(found[3]), last.get(found[2], 1))
+        self.of_layers: dict[str, dict[tuple[str, str], None]] = {name: {} for name in modules}
         self.others: dict[str, float] = {}
+        for name in (name for name in base.tensors if name not in known):
+            if (place := layers.get(name)) is None:
+                self.others[name] = 0.0
+                continue
+            stem, number = place[2], int(place[3])
+            owner, count = owners.get(stem, ("", 0))
+            if number < count:
+                self.of_layers[owner][stem, name[place.end() :]] = None
+            elif not sliced:
+                self.others[name] = number / last[stem]
+            elif not owner:
+                raise UserError(
+                    f"`slices`: mergekit does not know the layer of tensor `{name}`; list the "
+                    "models under `models`"
+                )
         self.extra: dict[str, str] = {}
         for reference in self.config.referenced_models():
             weights = LoaderCache().get(reference).checkpoint
@@ -246,22 +261,6 @@ class _Planner(MergePlanner):
                 own = self._model_arch(reference)
                 read = stored_names(weights, own.config.model_type, own.all_weights())
                 self.extra |= dict.fromkeys(sorted(extra - read), str(reference))
-        for name in base.tensors:
-            found = layers.get(name)
-            if name in known:
-                continue
-            if found and int(found[3]) < counts.get(found[2], 0):
-                self.of_layers[found[2]][name[found.end() :]] = None
-            elif found and sliced:
-                if found[2] not in counts:
-                    raise UserError(
-                        f"`slices`: mergekit does not know the layer of tensor `{name}`; list the "
-                        "models under `models`"
-                    )
-            else:
-                self.others[name] = (
-                    int(found[3]) / last[found[2]] if found and last[found[2]] else 0
-                )
 
     def plan_tensor(
         self, weight: WeightInfo, weights_in: Any, models: Any, cfg_reader: ConfigReader
@@ -281,15 +280,12 @@ class _Planner(MergePlanner):
         """As mergekit's, with the tensors of the layer that its definition lacks."""
         layer = self._current_module_layers
         super().plan_layer(sources, layer_offset, t, cfg_reader, module_name)
-        first = self._out_module_arch(module_name).layer_weights(0)
-        stems = {found[2] for weight in first if (found := LAYER.match(weight.name))}
-        for stem in stems:
-            for ending in self.of_layers[stem]:
-                here = [s.layer_range[0] + layer_offset for s in sources]
-                inputs = [WeightInfo(name=f"{stem}.{number}.{ending}") for number in here]
-                out = WeightInfo(name=f"{stem}.{layer}.{ending}")
-                models = [source.model for source in sources]
-                self.plan_tensor(out, inputs, models, cfg_reader.with_t(t))
+        models = [source.model for source in sources]
+        here = [source.layer_range[0] + layer_offset for source in sources]
+        for stem, ending in self.of_layers[module_name]:
+            inputs = [WeightInfo(name=f"{stem}.{number}.{ending}") for number in here]
+            out = WeightInfo(name=f"{stem}.{layer}.{ending}")
+            self.plan_tensor(out, inputs, models, cfg_reader.with_t(t))
 
     def plan_others(self) -> None:
         """Plan the tensors outside the layers of modules by their names in the base."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from tvb_mergekit.plugin.stores import refuse_stores
 from tvb_mergekit.progress import logging_above_bars
 from tvb_mergekit.store import report
 from tvb_mergekit.tensors import ranks
+from tvb_mergekit.tensors.checkpoint import weight_files
 from tvb_mergekit.tensors.output import (
     StagedFolder,
     check_disk,
@@ -50,6 +52,11 @@ WITHOUT_EFFECT = set(
     "async_write clone_tensors lazy_unpickle lora_merge_cache lora_merge_dtype low_cpu_memory "
     "multi_gpu read_to_gpu write_threads".split()
 )
+# Files of the base that loaders of the merge need: for generation, images and sounds, the model's
+# own code, sentence-transformers
+COMPANIONS = (
+    "generation_config.json *processor_config.json *.py modules.json *sentence*.json [0-9]_[A-Z]*/"
+).split()
 
 
 def run_merge(original: Callable[..., None]) -> Callable[..., None]:
@@ -238,8 +245,15 @@ def _write_companions(plan: Plan, document: Document, folder: Path) -> None:
             LOG.error(told, one_line(error))
     elif config.chat_template:
         LOG.warning("`chat_template` is not saved: the merge has no tokenizer")
-    files = plan.architecture.tagalong_files or []
-    stock._copy_tagalong_files(config, str(folder), files=files, options=options)
+    source = plan.base.folder
+    for file in (file for pattern in COMPANIONS for file in source.glob(pattern)):
+        place = folder / file.name
+        if file.is_dir():  # a module of sentence-transformers
+            shutil.copytree(file, place)
+            if weight_files(file):
+                LOG.warning("%s: its weights are copied from the base, not merged", file.name)
+        elif not place.exists():
+            shutil.copyfile(file, place)
 
 
 def finish(stage: StagedFolder, plan: Plan, started: float) -> None:
