@@ -100,10 +100,6 @@ def wrong(parameters: Mapping[str, Any] | None, *wants: str, **keys: Any) -> Cas
     return Case(recipe(parameters, **keys), wants)
 
 
-def model(parameters: Mapping[str, Any], *wants: str) -> Case:
-    return Case(recipe(first={"parameters": parameters}), wants)
-
-
 def negate(parameters: Mapping[str, Any], *wants: str) -> Case:
     given = {"basis": "balanced", "num_bases": 2, "alpha": 1.0, **parameters}
     return Case(recipe(given, method="basis_negate"), wants)
@@ -125,13 +121,11 @@ RECIPES = {
     # a key that nobody knows, or that stands in the wrong place
     "misspelt parameter": wrong({"lamda": 0.5}, "`lamda`", r"`lambda`\?", "parameters"),
     "misspelt top": wrong({}, "`paramters`", r"`parameters`\?", paramters={"lambda": 0.5}),
-    "lambda under model": model({"lambda": 2}, "`lambda`", r"models\[0\]"),
     # values
     "null": wrong({"lambda": None}, "`parameters.lambda`|`lambda`", "None|empty"),
     "gradient": wrong(AE | {"num_bases": [2, 3]}, "`num_bases`", r"\[2, 3\]", "one value"),
     "M > T": wrong({"num_bases": 4}, "`num_bases` is 4", "3 models"),
     "two sizes": wrong({"basis_ratio": 0.9, "num_bases": 2}, "`num_bases`", "`basis_ratio`", "one"),
-    "weight 0": model({"weight": 0}, "`weight` is 0", "greater than 0"),
     "no expression": wrong({"exclude": "*.bias"}, "`exclude`", "regular expression"),
     "no filter": wrong({"lambda": [{"filtr": "mlp", "value": 1.0}]}, "`filtr` under `lambda`"),
     "another base": Case(slices(ALL, base_model="./a"), (r"`slices\[0\].base_model` is ./a",)),
@@ -142,20 +136,12 @@ RECIPES = {
     "alpha for some tensors": negate(
         {"forget": "a", "alpha": [{"filter": "mlp", "value": 1.0}]}, "`alpha`", "filter"
     ),
-    # models
-    "no base": wrong({}, "`base_model` is missing", base_model=...),
-    "models text": Case(recipe() | {"models": "./a"}, ("`models`", "'./a'", "list")),
     "same folder": Case(recipe(models=("./a", "a/")), (r"`models\[1\]", "a/", "once")),
-    "base as model": Case(recipe(models=("./a", "base/")), (r"`models\[1\]", "base model")),
     "task names": Case(recipe(models=("./a", "./b/../b", NAMED)), ("./a", "./c", "'a'", "`task:`")),
-    "slice without base": Case(slices(ALL, ALL[1:]), (r"`slices\[1\].sources`", "./base")),
     "path": Case(recipe(models=("./a", "./nope")), ("./nope", "no such folder")),
     "plus in a path": Case(recipe(models=("./a", "./b+c")), ("adapter c .* no adapter_config",)),
     # no recipe at all
     "list": Case("- merge_method: basis_ta\n", ("recipe.yml", "a list, expected a mapping")),
-    "near method": wrong(
-        {}, "`merge_method` is 'basis_tai': .*mean `basis_ta`\\?", method="basis_tai"
-    ),
     "syntax of any method": Case(
         "merge_method: linear\nmodels: [\n", ("recipe.yml: not a YAML", "line 3")
     ),
