@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
-from commands import merge, recipe, slices
+from commands import merge, recipe, slices, tvb, write
 from mergekit.scripts import run_yaml
 from safetensors.torch import load_file, save_file
 from tiny import DECODER, as_bin, family, llama, load, save_tokenizer
@@ -582,6 +582,24 @@ def test_tensors_that_a_definition_lacks(make: Make, tmp_path: Path) -> None:
     result = merge(recipe("basis_ta", base, models, **SUM), tmp_path / "out")
     assert not result.facts["left_out"]
     assert_sum(make, [base, *models, result.folder])
+
+
+def test_a_store_of_sentence_encoders(tmp_path: Path) -> None:
+    make = PARTLY_KNOWN["encoder of BERT, sentence-transformers"]
+    base, models = family(tmp_path, make, ["math", "code"], tokenizer=False)
+    store, out = tmp_path / "store", tmp_path / "out"
+    tvb("build", write(recipe("basis_ta", base, models), store), store, "--quiet")
+    tvb("export", store, out, "--task", "math", "--quiet")
+    assert_sum(make, [base, models[0], out])
+
+
+def test_one_module_of_three(tmp_path: Path) -> None:
+    """The merge would lack the vision tower."""
+    base, models = family(tmp_path, gemma3, ["math"], tokenizer=False)
+    document = recipe("basis_ta", base, models, **SUM)
+    document["modules"] = {"text_decoder": {"models": document.pop("models")}}
+    result = merge(document, tmp_path / "out", fails=True)
+    assert "without multi_modal_projector, vision_tower" in result.output
 
 
 def test_layers_of_what_a_definition_lacks(tmp_path: Path) -> None:
