@@ -363,25 +363,46 @@ def test_refuses_in_one_line(bases, plain, tmp_path, config, edit, message):
     assert "\n" not in str(caught.value)
 
 
-def test_adapters_of_another_base_or_of_one_use_of_tied_embeddings(world, tmp_path):
-    """PEFT trains one of two uses, where a merge would change both."""
+@pytest.mark.parametrize("config", [{"target_modules": ["q_proj", "embed_tokens"]},
+                                    {"target_modules": ["q_proj", "lm_head"]},
+                                    {"modules_to_save": ["embed_tokens"]},
+                                    {"modules_to_save": ["lm_head"]}])  # fmt: skip
+@pytest.mark.parametrize("stored", ["once", "twice"])
+def test_an_adapter_of_one_use_of_tied_embeddings(config, stored, tmp_path):
+    """PEFT runs the base with one use changed; its fusion would change both."""
+    base, _ = tiny.family(tmp_path, lambda: tiny.llama(tie_word_embeddings=True), ())
+    if stored == "twice":
+        state = tiny.load(base)
+        state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+        save_file(state, base / "model.safetensors", {"format": "pt"})
+    train(base, tmp_path / "a", **config)
+    tokens = torch.arange(12)[None]
+    made = recipe("basis_ta", base, [f"{base}+{tmp_path / 'a'}"], basis="none", lambda_=1.0)
+    commands.merge(made, tmp_path / "out")
+    tvb("build", commands.write(made, tmp_path / "r"), tmp_path / "s", "--quiet")
+    tvb("export", tmp_path / "s", tmp_path / "back", "--task", "a", "--quiet")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        want = peft.PeftModel.from_pretrained(model_of(base), tmp_path / "a")(tokens).logits
+        for folder in ("out", "back"):
+            torch.testing.assert_close(model_of(tmp_path / folder)(tokens).logits, want)
+    values = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    values["ensure_weight_tying"] = True
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(values))
+    assert "both uses" in refused("build", tmp_path / "r.yml", tmp_path / "out2")
+
+
+def test_adapters_of_another_base(world, tmp_path):
     made = world("mixed adapters")
     base, (math, code, _) = made.base, map(str, made.listed)
     wide, (full,) = tiny.family(tmp_path, lambda: tiny.llama(hidden_size=64), ("full",))
     train(wide, tmp_path / "wide", target_modules=["q_proj"])
-    ties, _ = tiny.family(tmp_path / "ties", lambda: tiny.llama(tie_word_embeddings=True), ())
-    own = {"embedding": {"target_modules": ["q_proj", "embed_tokens"]},
-           "head": {"target_modules": ["q_proj", "lm_head"]},
-           "saved": {"modules_to_save": ["embed_tokens"]}}  # fmt: skip
-    for name, config in own.items():
-        train(ties, tmp_path / name, **config)
     for start, model, said in (
         (base, f"{base}+{tmp_path / 'wide'}", "take the base that it was trained on"),
         (base, f"{full}+{tmp_path / 'wide'}", "has other tensors than the base"),
         (base, math.partition("+")[2], "BASE+ADAPTER"),
         (math, code, "is a base and an adapter"),
         ("./nowhere", "./nowhere+./here", "model ./nowhere: no such folder (from "),
-        *((ties, f"{ties}+{tmp_path / name}", "output layer too") for name in own),
     ):
         file = commands.write(recipe("basis_ta", start, [model]), tmp_path / "r")
         assert said in refused("build", file, tmp_path / "out")

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
@@ -16,12 +17,14 @@ from click.testing import CliRunner
 from commands import merge, recipe, slices, tvb, write
 from mergekit.scripts import run_yaml
 from safetensors.torch import load_file, save_file
-from tiny import DECODER, as_bin, family, llama, load, save_tokenizer
-from torch import nn
+from tiny import DECODER, as_bin, family, gpt2, llama, load, save_tokenizer
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from worlds import VISION, clip, configure, llava, vit
 
+import tvb_mergekit
 from tvb_mergekit.store.routing import Routed, routed_parameters, router_of
+from tvb_mergekit.store.store import load as load_store
 
 # Two ways to read one folder: what `change` makes of model `a`, given `b`, and whose weights count
 
@@ -692,3 +695,158 @@ def test_files_that_loaders_need(words: Mapping[str, Any], tmp_path: Path) -> No
         (base / name).write_text(text)
     result = merge(recipe("basis_ta", base, models, **SUM, extra=words), tmp_path / "out")
     assert {name: (result.folder / name).read_text() for name in given} == given
+
+
+# Which tensors are tied: values decide
+
+State = dict[str, Tensor]
+TASKS = ("math", "code")
+HEAD, SHARED, WTE = "lm_head.weight", "model.shared.weight", "transformer.wte.weight"
+EMBEDDING = "model.embed_tokens.weight"
+COPIES = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
+T5_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+SIZES = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+LAYERS = {
+    f"{half}_{key}": size
+    for half in ("encoder", "decoder")
+    for key, size in {"layers": 1, "attention_heads": 4, "ffn_dim": 64}.items()
+}
+
+
+def bart() -> nn.Module:
+    config = transformers.BartConfig(
+        vocab_size=96, d_model=32, max_position_embeddings=64, **LAYERS
+    )
+    return transformers.BartForConditionalGeneration(config)
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(**SIZES, feed_forward_proj="gated-gelu")
+    return transformers.T5ForConditionalGeneration(config)
+
+
+@dataclass
+class Ties:
+    """Models with ties: the input embedding, its copies, and what each model has or lacks.
+
+    Attributes:
+        own: the models that have an output layer of their own; 0 is the base.
+        stored: of the tied names, what the file of each model holds.
+        tied: what config.json says, if it is not as `make` says.
+    """
+
+    make: Callable[[], nn.Module]
+    names: Sequence[str]
+    stored: Sequence[Sequence[str]]
+    own: Sequence[int] = ()
+    tied: Mapping[int, bool] | None = None
+
+    def write(self, folder: Path) -> tuple[list[Path], list[State]]:
+        """The folders, the base's first, and all tensors that transformers has of each."""
+        torch.manual_seed(0)
+        model, paths, states = self.make(), list[Path](), list[State]()
+        start = {name: torch.randn_like(t) / 10 for name, t in model.state_dict().items()}
+        for number, task in enumerate(("base", *TASKS)):
+            state = {n: t + number * torch.randn_like(t) / 100 for n, t in start.items()}
+            for name in self.names[1:]:
+                if not (name == HEAD and number in self.own):
+                    state[name] = state[self.names[0]]
+            paths.append(path := folder / task)
+            model.save_pretrained(path)
+            lost = set(self.names) - set(self.stored[number])
+            held = {n: t.clone() for n, t in state.items() if n not in lost}
+            save_file(held, path / "model.safetensors", {"format": "pt"})
+            if number in (self.tied or {}):
+                config = json.loads((path / "config.json").read_text())
+                config["tie_word_embeddings"] = self.tied[number]
+                (path / "config.json").write_text(json.dumps(config))
+            states.append(state)
+        return paths, states
+
+    def gram(self, states: Sequence[State]) -> Tensor:
+        """G over every tensor once: those that all models tie are one."""
+        same = {n: n for n in states[0]} | dict.fromkeys(self.names[:-1], self.names[0])
+        if not self.own and self.names[-1] == HEAD:
+            same[HEAD] = self.names[0]
+        rows = [
+            torch.cat(
+                [(s[n].double() - states[0][n].double()).reshape(-1) for n in same if same[n] == n]
+            )
+            for s in states[1:]
+        ]
+        return torch.stack(rows) @ torch.stack(rows).T
+
+
+PAIR, BOTH = (EMBEDDING, HEAD), [(EMBEDDING, HEAD)]
+ONE, HEADED, GPT2 = [(EMBEDDING,)], [(HEAD,)], (WTE, HEAD)
+BART, T5 = (SHARED, *COPIES, HEAD), ("shared.weight", *T5_COPIES, HEAD)
+TIED = partial(llama, tie_word_embeddings=True)
+TIES = {
+    "own head in one model": Ties(TIED, PAIR, ONE + BOTH + ONE, [1]),
+    "own heads in both models": Ties(TIED, PAIR, ONE + BOTH * 2, [1, 2]),
+    "own head, base stored twice": Ties(TIED, PAIR, BOTH * 2 + ONE, [1]),
+    "own head, that model untied": Ties(TIED, PAIR, ONE + BOTH + ONE, [1], {1: False}),
+    "own head in the base": Ties(llama, PAIR, BOTH + ONE * 2, [0], {1: True, 2: True}),
+    "untied in words alone": Ties(llama, PAIR, BOTH * 3),
+    "head alone in one model": Ties(TIED, PAIR, ONE + HEADED + ONE),
+    "head alone in the base": Ties(TIED, PAIR, HEADED + ONE * 2),
+    "head alone in all": Ties(TIED, PAIR, HEADED * 3),
+    "own head, base head alone": Ties(TIED, PAIR, HEADED + BOTH + ONE, [1]),
+    "own head of GPT-2": Ties(gpt2, GPT2, [(WTE,), GPT2, (WTE,)], [1]),
+    "copies of BART in base": Ties(bart, BART, [BART, (SHARED,), (SHARED,)]),
+    "copies of BART in models": Ties(bart, BART, [(SHARED,), BART, (SHARED,)]),
+    "own head of BART": Ties(bart, BART, [(SHARED,), BART, (SHARED,)], [1]),
+    "own head of BART alone": Ties(bart, BART, [(SHARED,), (SHARED, HEAD), (SHARED,)], [1]),
+    "own head of T5": Ties(t5, T5, [T5[:1], (T5[0], HEAD), T5], [1, 2]),
+}
+
+
+def loaded(folder: Path, make: Callable[[], nn.Module]) -> nn.Module:
+    return type(make()).from_pretrained(folder, dtype=torch.float32)
+
+
+def check(model: nn.Module, want: Mapping[str, Tensor], names: Sequence[str]) -> None:
+    """The model has these tensors, and its configuration says what is tied."""
+    state = model.state_dict()
+    for name, tensor in want.items():
+        torch.testing.assert_close(state[name].double(), tensor.double(), rtol=0, atol=1e-6)
+    one = all(torch.equal(state[names[0]], state[name]) for name in names)
+    if not one and model.config.model_type != "t5":  # its configuration scales by that key
+        assert not model.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("case", TIES)
+def test_values_decide_which_tensors_are_tied(case: str, tmp_path: Path) -> None:
+    given = TIES[case]
+    paths, states = given.write(tmp_path)
+    keys: dict[str, Any] = {"basis": "none", "lambda": 0.5}
+    want = {
+        name: base.double() + sum(0.5 * (s[name].double() - base.double()) for s in states[1:])
+        for name, base in states[0].items()
+    }
+    made = recipe("basis_ta", paths[0], paths[1:], **keys)
+    merged = merge(made, tmp_path / "merged")
+    check(loaded(merged.folder, given.make), want, given.names)
+    tvb("build", write(made, tmp_path / "r"), tmp_path / "store", "--quiet")
+    store = load_store(tmp_path / "store")
+    inspected = json.loads(tvb("inspect", tmp_path / "r.yml", "--json").stdout)
+    gram = given.gram(states)
+    assert torch.allclose(torch.as_tensor(store.tensors["gram"]), gram, rtol=1e-5, atol=0)
+    norms = torch.tensor([inspected["norms"][task] for task in TASKS], dtype=torch.float64)
+    assert torch.allclose(norms, gram.diagonal().sqrt(), rtol=1e-5, atol=0)
+    tvb("merge", tmp_path / "store", tmp_path / "over", "--method", "add", "--quiet")
+    check(loaded(tmp_path / "over", given.make), want, given.names)
+    tvb("export", tmp_path / "store", tmp_path / "all", "--all", "--quiet")
+    live = tvb_mergekit.attach(loaded(paths[0], given.make), tmp_path / "store")
+    for task, state in zip(TASKS, states[1:], strict=True):
+        check(loaded(tmp_path / "all" / task, given.make), state, given.names)
+        check(live.use(task), state, given.names)
+    check(live.reset(), states[0], given.names[:1])
+    models = dict(zip(TASKS, paths[1:], strict=True))
+    bases = tvb_mergekit.build(paths[0], models, basis="none")
+    assert torch.allclose(torch.as_tensor(bases.tensors["gram"]), gram, rtol=1e-5, atol=0)
+    found = tvb_mergekit.merge(bases, paths[0], lambda_=0.5)
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor.double(), want[name], rtol=0, atol=1e-6)
+    ours = {n for n in given.names if n in found}
+    assert ours and (HEAD in ours or not given.own or HEAD not in given.names)

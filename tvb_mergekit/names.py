@@ -13,10 +13,13 @@ _VECTORS = re.compile(
 )
 _EXPERTS = re.compile(r"expert|moe", re.IGNORECASE)  # stacked to three dimensions
 # The two uses of tied embeddings
-INPUT_EMBEDDING = re.compile(r"\b(embed_tokens|embed_in|wte|word_embeddings|shared)\.")
-OUTPUT_EMBEDDING = re.compile(r"\b(lm_head|embed_out)\.")
-# Endings of the architectures that have an output layer over tokens
-SPEAKING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+INPUT_EMBEDDING = re.compile(
+    r"\b(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings|shared)\.weight$"
+)
+OUTPUT_EMBEDDING = re.compile(
+    r"\b(lm_head|lm_head\.decoder|embed_out|cls\.predictions\.decoder|vocab_projector|proj_out)"
+    r"\.weight$"
+)
 
 EXPERT = re.compile(r"\bexperts\.(\d+)\.")  # one of several, with its number
 MLP = re.compile(r"^(?:.*?\.)?(?:mlp|ffn|feed_forward)(?=\.)")

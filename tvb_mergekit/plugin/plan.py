@@ -41,11 +41,9 @@ class MergedTensors:
     Attributes:
         checkpoints: The base's first.
         saved_dtype: The dtype to which mergekit casts everything that it writes.
-        tied: All configurations say that the output embedding is the input embedding.
         items: In the order of the base's files.
         left_out: Tensor -> reason why it stays the base's, or is not written.
         same_as: The base's second names of tensors -> the name that counts.
-        untied: The base ties its output embedding, a model does not.
         tunables: `lambda`, `alpha`, `density` -> all values of it.
         changed: The tensors that count and that a tokenizer changes.
         zeros: Tensors of the base that take part although no adapter changes them.
@@ -56,11 +54,9 @@ class MergedTensors:
     checkpoints: Mapping[ModelReference, Source]
     out_dtype: str | None
     saved_dtype: str | None = None
-    tied: bool = False
     items: Sequence[Item] = ()
     left_out: dict[str, str] = field(default_factory=dict)
     same_as: dict[str, str] = field(default_factory=dict)
-    untied: bool = False
     tunables: dict[str, set[float]] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
     zeros: Collection[str] = ()
@@ -148,7 +144,7 @@ class MergedTensors:
         out = self._dtype(given, base, inputs)
         item = Item(name, base.shape, base, tuple(inputs), out, load=load)
         if reason is None:
-            counted, tunables = self._count_once(given, item), self._tunables(given)
+            counted, tunables = self._count_once(item), self._tunables(given)
             item = replace(item, counted_as=counted, tunables=tunables)
             if counted == name and isinstance(whole, Changed):
                 self.changed.add(name)
@@ -180,21 +176,17 @@ class MergedTensors:
                 )
         return Tunables.of(given.values)
 
-    def _count_once(self, given: Candidate, item: Item) -> str:
+    def _count_once(self, item: Item) -> str:
         """The name under which a tensor counts in the Gram matrix: its own, or that of the first
         tensor with the same stored names."""
-        weight, order = given.weight, self.recipe.every
+        order = self.recipe.every
         names = [part.name for part in item.parts[: len(order)]]
-        if weight.tied_names and not self.tied and names[0] != weight.name:
-            self.untied |= weight.name in names
         place = tuple(
             None if name is None else self.checkpoints[model].canonical(name)
             for model, name in zip(order, names, strict=True)
         )
-        if self.tied and weight.tied_names:
-            place = (weight.tied_names[0],) * len(order)
         if None in place:
-            place = (weight.name, *place)
+            place = (item.name, *place)
         other = self._first.setdefault(place, item)
         if other is not item:
             assert other.base is not None

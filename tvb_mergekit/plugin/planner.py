@@ -43,6 +43,7 @@ from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint
 from tvb_mergekit.tensors.peft_files import open_adapter
 from tvb_mergekit.tensors.stream import Weights
 from tvb_mergekit.tensors.taskset import check_words
+from tvb_mergekit.tensors.ties import tie
 
 # mergekit's definition of an architecture without any tensor: all are planned by name.
 UNKNOWN = """{"model_type": "", "architectures": [], "pre_weights": [], "post_weights": [],
@@ -86,9 +87,8 @@ def _plan(document: Document, options: MergeOptions, zeros: Collection[str]) -> 
     compare_configs(
         recipe, [(getattr(config, "text_config", None) or config).to_dict() for config in configs]
     )
-    tied = all(getattr(config, "tie_word_embeddings", False) for config in configs)
     dtypes = document.dtype, document.config.out_dtype
-    tensors = MergedTensors(recipe, held, *dtypes, tied, zeros=zeros)
+    tensors = MergedTensors(recipe, held, *dtypes, zeros=zeros)
     made = (candidate(held, w, task, tokenizer, options) for w, task in planner._tensors)
     tensors.fill(made, planner.extra)
     for weights in held.values():
@@ -128,19 +128,22 @@ def _opened(document: Document, options: MergeOptions) -> tuple[Loaders, _Planne
     }
     check_tokenizer_source(document.config)
     base = opened[recipe.base] or _local(recipe.base, options)
-    loaders = {recipe.base: install_loader(recipe.base, base)}
+    held: dict[ModelReference, Weights] = {recipe.base: base}
     if recipe.bases is not None:
         recipe.bases.check_base(base, str(recipe.base))
         vectors = recipe.bases.as_models(base)
-        for model, place in zip(recipe.models, recipe.order, strict=True):
-            loaders[model] = install_loader(model, vectors[place])
-        return loaders, planned_by_mergekit(document.config, base, options)
+        held |= {m: vectors[k] for m, k in zip(recipe.models, recipe.order, strict=True)}
     for task, model in zip(recipe.tasks, recipe.models, strict=True):
-        found: Weights | None = opened[model]
         if model.lora is not None:
-            found = _opened_adapter(model, task, recipe.base, base, opened[model], options)
-        loaders[model] = install_loader(model, found or _local(model, options))
-    return loaders, planned_by_mergekit(document.config, base, options)
+            held[model] = _opened_adapter(model, task, recipe.base, base, opened[model], options)
+        elif recipe.bases is None:
+            held[model] = opened[model] or _local(model, options)
+    tie([*held.values()])
+    for model, weights in held.items():  # which mergekit looks at
+        install_loader(model, weights)
+    planner = planned_by_mergekit(document.config, base, options)
+    tie([*held.values()], [weight.name for weight, _ in planner._tensors if not weight.optional])
+    return {model: install_loader(model, weights) for model, weights in held.items()}, planner
 
 
 def _local(model: ModelReference, options: MergeOptions) -> Checkpoint:

@@ -8,7 +8,6 @@ leader writes the rest.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -44,6 +43,7 @@ from tvb_mergekit.tensors.output import (
     check_output_folder,
     warn_of_stale_parts,
 )
+from tvb_mergekit.tensors.ties import say_untied
 from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards
 
 LOG = logging.getLogger(__name__)
@@ -226,10 +226,7 @@ def _write_companions(plan: Plan, document: Document, folder: Path) -> None:
             plan.config, plan.architecture, tokenizer, pad_to_multiple_of=multiple
         )
     plan.config.save_pretrained(folder)
-    if plan.tensors.untied:  # loaders must read the model's own output embedding
-        path = folder / "config.json"
-        values = json.loads(path.read_text(encoding="utf-8")) | {"tie_word_embeddings": False}
-        path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    say_untied(folder)
     if options.write_model_card:
         card = generate_card(config=document.given, config_yaml=document.text, name=folder.name)
         (folder / "README.md").write_text(card, encoding="utf-8")

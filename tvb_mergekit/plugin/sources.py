@@ -151,7 +151,7 @@ def _made_of_changes(
             experts = {int(number) for each in of for number in EXPERT.findall(each)}
             if of and experts == {*range(len(experts))}:  # mergekit counts them, whatever they are
                 adapter.claimed |= of
-                if not of & (adapter.factors.keys() | adapter.dense.keys()):
+                if not of & adapter.changed:
                     part = replace(part, factors=adapter.factors_of(next(iter(of))))
                 sources = {each: partial(reads[each], each) for each in of}
                 return part, partial(convert_checkpoint_tensors, kind, sources, name)

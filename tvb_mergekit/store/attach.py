@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -164,7 +165,10 @@ def _memory(tensor: Tensor) -> object:
 
 
 def moving_tensors(model: nn.Module, bases: Bases, base: Weights) -> dict[str, Tensor]:
-    """The tensors of a model with the base's weights that the bases move, tied ones once."""
+    """The tensors of a model with the base's weights that the bases move, tied ones once.
+
+    Tensors that the base ties and the store does not are untied in the model.
+    """
     live, others = live_tensors(model, base)
     missing = [name for name in base.tensors if bases.stored_name(name) and name not in live]
     if names := [*missing, *others]:
@@ -172,7 +176,7 @@ def moving_tensors(model: nn.Module, bases: Bases, base: Weights) -> dict[str, T
         raise UserError(f"{said}; load it from there, by the class that its config.json names")
     # The memory of tensors -> the first name; that of a given state dict is not to be moved.
     given = base.state.values() if isinstance(base, StateDict) else ()
-    first = {_memory(tensor): "the base" for tensor in given}
+    first, apart = {_memory(tensor): "the base" for tensor in given}, list[str]()
     for name, tensor in live.items():
         held = bases.stored_name(name)
         if held and not _fits(tensor):
@@ -180,10 +184,22 @@ def moving_tensors(model: nn.Module, bases: Bases, base: Weights) -> dict[str, T
             raise UserError(f"the model's `{name}` is {now}: load it as float32 or bfloat16")
         other = first.setdefault(_memory(tensor), name)
         if bases.stored_name(other) != held:
-            said = f"the model's `{name}` shares its memory with {other}, and the store moves"
-            raise UserError(f"{said} one alone; load both apart (`tie_word_embeddings=False`)")
+            if other not in live or base.canonical(other) != base.canonical(name):
+                said = f"the model's `{name}` shares its memory with {other}, and the store moves"
+                raise UserError(f"{said} one alone; load both apart (`tie_word_embeddings=False`)")
+            apart.append(name)
     check_weights(model, base)
-    return {n: t for n, t in live.items() if bases.stored_name(n) and first[_memory(t)] == n}
+    live |= {name: _untied(model, name) for name in apart}
+    return {n: t for n, t in live.items() if bases.stored_name(n) and first.get(_memory(t), n) == n}
+
+
+def _untied(model: nn.Module, name: str) -> Tensor:
+    """The tensor of a parameter, which gets memory of its own."""
+    owner, _, last = name.rpartition(".")
+    own = nn.Parameter(model.get_parameter(name).detach().clone(), requires_grad=False)
+    setattr(model.get_submodule(owner), last, own)
+    getattr(model, "config", SimpleNamespace()).tie_word_embeddings = False
+    return own.detach()
 
 
 def check_weights(model: nn.Module, base: Weights) -> None:

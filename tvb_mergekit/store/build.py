@@ -275,6 +275,7 @@ def store_facts(
         squares: the squared norm of the error of each vector's code.
     """
     merged, kind, count = facts(inputs, basis, {}), basis.settings.basis, basis.num_bases
+    lent = inputs.base.tensors.keys() - {*inputs.base.in_file, *inputs.tied}
     made = {
         **dict(merged),
         "format_version": STORE_VERSION,
@@ -286,7 +287,7 @@ def store_facts(
         "base_fingerprint": inputs.prints[0],
         "base_path": local_path(inputs.base_model),
         "tensors": inputs.names,
-        "twins": dict(inputs.tied),
+        "twins": {**inputs.tied, **{n: inputs.base.canonical(n) for n in sorted(lent)}},
         "model_bytes": inputs.model_bytes,
         "vectors": list(vectors),
     }

@@ -25,6 +25,7 @@ from tvb_mergekit.tensors.output import (
 )
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, Weights
+from tvb_mergekit.tensors.ties import say_untied
 from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards
 
 LOSSY = 0.3  # relative error of a reconstructed task beyond which an export warns
@@ -130,6 +131,7 @@ def export(
             for writer in writers:
                 writer.finish()
                 copy_config(base_folder, writer.folder, dtype)
+                say_untied(writer.folder)
         for task, place in zip(tasks, places, strict=True):
             if task in exact and bases.path:
                 folder = (bases.path / exact[task].files[0].file).parent

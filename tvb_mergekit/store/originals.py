@@ -45,9 +45,10 @@ def write_original(
     folder.mkdir(parents=True)
     held = {item.name for item in inputs.items if _is_own(source, item, number)}
     rest = []
-    for name, info in source.tensors.items():
+    for name in source.in_file:
+        info = source.tensors[name]
         if name not in held:
-            fits = name in base.tensors and base.tensors[name].shape == info.shape
+            fits = name in base.in_file and base.tensors[name].shape == info.shape
             near = Part.of(base, name) if fits else None
             rest.append(Item(name, info.shape, near, (Part.of(source, name),)))
     if rest:
@@ -64,7 +65,7 @@ def write_original(
     if base_folder is not None and files.keys().isdisjoint(TOKENIZER_FILES):
         lacking = [base_folder / n for n in ("config.json", *COPIED) if n not in files]
         files |= {file.name: checksum_of(file) for file in lacking if file.is_file()}
-    about = {"tensors": list(source.tensors), "files": files}
+    about = {"tensors": source.in_file, "files": files}
     (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return [record_of(store, f"{place}/{file.name}") for file in sorted(folder.iterdir())]
 

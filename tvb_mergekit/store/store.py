@@ -30,6 +30,7 @@ from tvb_mergekit.store.facts import (
 )
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.stream import Weights
+from tvb_mergekit.tensors.ties import SAME, lend, tie
 
 DTYPES: dict[DtypeName, torch.dtype] = {
     "float32": torch.float32,
@@ -143,8 +144,9 @@ class Bases:
 
     def stored_name(self, name: str | None) -> str | None:
         """The name under which the vectors hold the base's tensor `name`; None: they do not."""
-        counted = self.facts.twins.get(name, name) if name else None
-        return counted if counted in self.facts.tensors else None
+        held, twin = self.facts.tensors, self.facts.twins.get(str(name))
+        alone = not self.facts.left_out.get(str(name), SAME).startswith(SAME)
+        return name if name in held else twin if twin in held and not alone else None
 
     @property
     def settings(self) -> Settings:
@@ -191,6 +193,13 @@ class Bases:
                 f"{self.place}: belongs to the base {self.facts.base_model}, "
                 f"and the weights of {name} are others; give the base that it was built from"
             )
+        tie([base])
+        lacking = {n: twin for n, twin in self.facts.twins.items() if n not in base.tensors}
+        names = {name: self.stored_name(name) for name in (*lacking, *lacking.values())}
+        if apart := [n for n, of in lacking.items() if names[n] == n or names[n] != names[of]]:
+            # Tied in the base, and not in a model: an untied model has each of its names.
+            for name in (*apart, *lacking):
+                lend(base, name, lacking[name])
         for place, vector in enumerate(self.facts.vectors):
             if self.path and vector.codec != "dense":
                 self.sources[place] = open_vector(self.path, vector, base)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from tvb_mergekit.core.gram import AT_ONCE, Factors
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.stream import Holds, TensorInfo, Weights
+from tvb_mergekit.tensors.stream import Holds, Weights
 
 CONFIG = "adapter_config.json"
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
@@ -70,11 +70,24 @@ class Adapter(Weights):
     claimed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self.name_tensors()
+
+    def name_tensors(self) -> None:
+        """Take X's names of tensors, also those that X has got since; see `ties.tie`."""
         self.tensors = {
-            name: TensorInfo(info.shape, torch.float32, info.shard, info.alias_of)
+            name: replace(
+                info,
+                dtype=torch.float32,
+                alias_of=None if self.changed & {name, info.alias_of} else info.alias_of,
+            )
             for name, info in self.under.tensors.items()
         }
         self.shards, self.folder = self.under.shards, self.under.folder
+
+    @property
+    def changed(self) -> set[str]:
+        """The tensors that it changes. Of two tied uses PEFT changes one."""
+        return self.factors.keys() | self.dense.keys()
 
     @cached_property
     def loose(self) -> set[str]:
@@ -101,7 +114,7 @@ class Adapter(Weights):
     def factors_of(self, name: str) -> tuple[Factors, ...] | None:
         if self.under is not self.base or name in self.dense:
             return None
-        return self.factors.get(self.canonical(name), ())
+        return self.factors.get(name, ())
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
         """Elements `start` to `stop` of the flattened difference, as a view of `out`; thread-safe.
@@ -119,7 +132,7 @@ class Adapter(Weights):
         if key is not None:
             return chunk
         origin = 0  # of a matrix
-        for each in self.factors.get(self.canonical(name), ()):
+        for each in self.factors.get(name, ()):
             rows, columns = each.shape
             step = max(1, AT_ONCE // columns)
             first, last = max(start - origin, 0), min(stop - origin, rows * columns)

@@ -112,6 +112,7 @@ class Checkpoint(Weights):
 
     def tensor(self, name: str) -> Tensor:
         """The tensor, mapped into memory."""
+        name = self.canonical(name)
         shard = self.tensors[name].shard
         with self._lock:
             if shard not in self._mapped:

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from tvb_mergekit.core.gram import AT_ONCE, Factors, count_not_finite
 from tvb_mergekit.errors import UserError, one_line
-from tvb_mergekit.names import OUTPUT_EMBEDDING, SPEAKING, has_experts_in_out, tied_uses
+from tvb_mergekit.names import has_experts_in_out, tied_uses
 from tvb_mergekit.tensors.adapter import CONFIG, PICKLED, PREFIX, WEIGHTS, Adapter, Target
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.stream import TensorInfo, Weights
+from tvb_mergekit.tensors.ties import tie
 
 MERGE_FIRST = "merge it with PEFT: merge_and_unload(), save_pretrained(FOLDER), and list FOLDER"
 
@@ -103,7 +104,9 @@ class _Reader:
             self._add_stacked(made, owner, pairs)
         if not made.factors:
             raise self._error("holds no LoRA factors; save it again")
-        self._check_embeddings(made)
+        if self.config.get("ensure_weight_tying") and tied_uses(made.changed):
+            raise self._not_plain("changes both uses of tied embeddings (`ensure_weight_tying`)")
+        made.name_tensors()
         return made
 
     def _read_config(self) -> dict[str, Any]:
@@ -186,11 +189,11 @@ class _Reader:
     def _found(self, name: str, key: str) -> str:
         """X's name of a tensor. Models saved without their head lack the first part: `h.0` is
         PEFT's `transformer.h.0`."""
+        if name not in self.under.tensors and tied_uses([name]):  # X stores the other use
+            tie([self.under, self.base], [name])
         for each in (name, name.partition(".")[2]):
             if each in self.under.tensors:
-                return self.under.tensors[each].alias_of or each
-        if OUTPUT_EMBEDDING.search(name):
-            raise self._tied(key)
+                return each
         raise self._wrong_base(f"`{key}` fits no tensor of the base")
 
     def _half(self, pair: Mapping[str, str], half: str, file: Checkpoint) -> Tensor:
@@ -250,28 +253,9 @@ class _Reader:
             )
         return scale
 
-    def _check_embeddings(self, made: Adapter) -> None:
-        """Raise UserError if embeddings are changed that X uses as its output layer too.
-
-        PEFT trains one of the two uses, unless it is asked to tie them, and fuses into both.
-        """
-        file = (self.under.folder or Path()) / "config.json"
-        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        speaks = any(name.endswith(SPEAKING) for name in config.get("architectures") or ())
-        alone = any(map(OUTPUT_EMBEDDING.search, self.under.tensors))
-        changed = tied_uses((*made.factors, *made.dense))
-        if speaks and config.get("tie_word_embeddings", not alone) and changed:
-            raise self._tied(changed[0])
-
     def _check_shape(self, name: str, shape: tuple[int, ...], known: TensorInfo | None) -> None:
         if known is not None and known.shape != shape:
             raise self._wrong_base(f"`{name}` is {[*shape]}, in the base {[*known.shape]}")
-
-    def _tied(self, name: str) -> UserError:
-        return self._error(
-            f"`{name}` changes the embeddings, which the base uses as its output layer too; save "
-            "the base with `tie_word_embeddings: false`, and a copy as the output layer"
-        )
 
     def _wrong_base(self, text: str) -> UserError:
         trained_on = self.config.get("base_model_name_or_path") or "not recorded"

@@ -28,8 +28,10 @@ class TensorInfo:
     """Facts of a tensor before it is read.
 
     Attributes:
-        alias_of: the first name of the same memory (tied tensors, in memory and in `.bin`).
+        alias_of: the first name of the same tensor: of the same memory, in memory and in `.bin`,
+            or as `ties.tie` says.
         offset: of its first byte in the shard; None in a PyTorch file.
+        stored: False for a name that the file lacks.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +39,7 @@ class TensorInfo:
     shard: str = ""
     alias_of: str | None = None
     offset: int | None = None
+    stored: bool = True
 
     @property
     def numel(self) -> int:
@@ -98,7 +101,12 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        return sum(info.nbytes for info in self.tensors.values())
+        return sum(self.tensors[name].nbytes for name in self.in_file)
+
+    @property
+    def in_file(self) -> list[str]:
+        """The names that the file holds."""
+        return [name for name, info in self.tensors.items() if info.stored]
 
     def fingerprint(self) -> str:
         """64 hexadecimal digits from the names, dtypes, shapes and a sample of every tensor.
@@ -115,7 +123,7 @@ class Weights:
 
     def samples(self) -> Iterator[tuple[str, int, int]]:
         """(name, start, stop) of the flattened elements in the fingerprint."""
-        for name in sorted(self.tensors):
+        for name in sorted(self.in_file):
             numel = self.tensors[name].numel
             last = max(0, numel - SAMPLE)
             for start in sorted({0, last // 2, last}):
@@ -134,15 +142,14 @@ class StateDict(Weights):
         self._copy = "", torch.empty(0)  # of the last tensor that is not contiguous, flattened
 
     def tensor(self, name: str) -> Tensor:
-        return self.state[name].cpu()
+        return self.state[self.canonical(name)].cpu()
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
-        tensor = self.state[name]
+        tensor = self.state[self.canonical(name)]
         if not tensor.is_contiguous():
-            known, tensor = self._copy  # one tuple: threads may replace it
-            if known != name:
-                tensor = self.state[name].reshape(-1)
-                self._copy = name, tensor
+            known, copy = self._copy  # one tuple: threads may replace it
+            tensor = copy if known == name else tensor.reshape(-1)
+            self._copy = name, tensor
         return tensor.view(-1)[start:stop].cpu()
 
 

@@ -17,6 +17,7 @@ from tvb_mergekit.names import tied_uses
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import vocabulary
 from tvb_mergekit.tensors.stream import Item, Part, StateDict, Weights
+from tvb_mergekit.tensors.ties import tie
 
 QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
 ALIKE = "give models that were fine-tuned from this base, with their tensors named alike"
@@ -178,8 +179,7 @@ def match(
 ) -> tuple[TaskSet, list[str]]:
     """Match the tensors of models by name.
 
-    A tensor with two names counts once. If the base ties a tensor, a model needs only one of its
-    names.
+    A tensor with two names counts once; see `ties.tie`.
 
     Returns:
         The task set, whose weights are 1, and a line about each model with tensors that nobody
@@ -189,28 +189,19 @@ def match(
         UserError: A model shares no tensor with the base, the models lack most of the base, or no
             tensor takes part; and as `why_left_out`.
     """
+    tie([base, *sources])
     notes = _notes(base, sources, tasks, settings)
-    # For each source: the first name of a base tensor -> a name that the source has.
-    known = [{base.canonical(n): n for n in base.tensors if n in s.tensors} for s in sources]
     items: list[Item] = []
     left_out: dict[str, str] = {}
     tied: dict[str, str] = {}
     counted: dict[tuple[str, ...], str] = {}  # first names in base and models -> the name here
     for name, info in base.tensors.items():
-        names = [
-            name if name in source.tensors else others.get(base.canonical(name))
-            for source, others in zip(sources, known, strict=True)
-        ]
-        parts = [
-            None if own is None else Part.of(source, own)
-            for source, own in zip(sources, names, strict=True)
-        ]
+        parts = [Part.of(each, name) if name in each.tensors else None for each in sources]
         base_part = Part.of(base, name)
         if reason := why_left_out(name, settings, tasks, base_part, parts):
             left_out[name] = reason
             continue
-        given = zip((base, *sources), (name, *names), strict=True)
-        firsts = tuple(weights.canonical(own) for weights, own in given if own is not None)
+        firsts = tuple(weights.canonical(name) for weights in (base, *sources))
         if firsts in counted:
             left_out[name] = f"the same tensor as {counted[firsts]}: counted once"
             tied[name] = counted[firsts]

@@ -1,0 +1,125 @@
+"""Tied tensors: one tensor under several names, such as the input and output embeddings.
+
+Values decide what is tied, whatever config.json says. A file may hold tied tensors under each of
+their names, or under any one of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tvb_mergekit.core.gram import AT_ONCE
+from tvb_mergekit.names import INPUT_EMBEDDING, OUTPUT_EMBEDDING, tied_uses
+from tvb_mergekit.tensors.adapter import Adapter
+from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.stream import Weights
+
+SAME = "the same tensor as"  # the beginning of a reason why a tensor is left out
+# Of encoder and decoder, beside `shared`
+COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+
+
+def tie(every: Sequence[Weights], names: Iterable[str] = ()) -> None:
+    """Give the tied tensors of models all names that any of the models, or `names`, have for them.
+
+    Embeddings and output layers of equal bytes are one tensor. A name that a model lacks is that of
+    the tensor with which another model ties it. It is that of the other use of the embeddings, if
+    the model has only one of the two uses.
+    """
+    adapters = [each for each in every if isinstance(each, Adapter)]
+    models = [each for each in every if each.holds is None] + [each.under for each in adapters]
+    wanted = dict.fromkeys(tied_uses(names))
+    for model in models:
+        _compare(model)
+        aliases = (n for name, i in model.tensors.items() if i.alias_of for n in (i.alias_of, name))
+        wanted |= dict.fromkeys((*tied_uses(model.tensors), *aliases))
+    if any(map(_unties, models)):  # transformers would make up what an untied model lacks
+        shared = [n.removesuffix("shared.weight") for n in wanted if n.endswith("shared.weight")]
+        wanted |= dict.fromkeys(f"{start}{copy}" for start in shared for copy in COPIES)
+    for name in (name for each in adapters for name in each.changed):
+        if INPUT_EMBEDDING.search(name):  # and so not the output layer
+            wanted["embed_out.weight" if "embed_in" in name else "lm_head.weight"] = None
+    for model in models:
+        for name in [name for name in wanted if name not in model.tensors]:
+            if found := _tied_to(name, model, models, wanted):
+                lend(model, name, found)
+    for adapter in adapters:
+        adapter.name_tensors()
+
+
+def lend(model: Weights, name: str, of: str) -> None:
+    """Give the tensor `of` of a model a second name, which its file lacks."""
+    of = model.canonical(of)
+    model.tensors[name] = replace(model.tensors[of], alias_of=of, stored=False)
+
+
+def _compare(model: Weights) -> None:
+    """Note which embeddings and output layers of a model have equal bytes."""
+    firsts: list[str] = []
+    for name in tied_uses(model.tensors):
+        info = model.tensors[name]
+        if info.alias_of is None:
+            first = next((other for other in firsts if _equal(model, other, name)), None)
+            model.tensors[name] = replace(info, alias_of=first)
+            firsts += [] if first else [name]
+
+
+def _equal(model: Weights, one: str, other: str) -> bool:
+    info = model.tensors[one]
+    if (info.shape, info.dtype) != (model.tensors[other].shape, model.tensors[other].dtype):
+        return False
+    buffers = [torch.empty(min(AT_ONCE, info.numel), dtype=info.dtype) for _ in range(2)]
+    for start in range(0, info.numel, AT_ONCE):
+        stop = min(start + AT_ONCE, info.numel)
+        pairs = zip((one, other), buffers, strict=True)
+        if not torch.equal(*(model.read(n, start, stop, b).view(torch.uint8) for n, b in pairs)):
+            return False
+    return True
+
+
+def _tied_to(
+    name: str, model: Weights, models: Sequence[Weights], wanted: Collection[str]
+) -> str | None:
+    """The tensor of a model that has `name` too; see `tie`."""
+    having = [each for each in models if name in each.tensors]
+    for other in having:
+        for twin in wanted:
+            if twin in other.tensors and other.canonical(twin) == other.canonical(name):
+                if twin in model.tensors:
+                    return twin
+    widths = {each.tensors[name].shape[1:] for each in having}  # other models may have more tokens
+    uses = [n for n in tied_uses(model.tensors) if widths <= {model.tensors[n].shape[1:]}]
+    inputs, outputs = ([*filter(use.search, uses)] for use in (INPUT_EMBEDDING, OUTPUT_EMBEDDING))
+    if INPUT_EMBEDDING.search(name):
+        shared = [n for n in inputs if n.endswith("shared.weight") and not having]
+        return next(iter(shared if inputs else outputs), None)
+    return inputs[0] if OUTPUT_EMBEDDING.search(name) and inputs and not outputs else None
+
+
+def _unties(model: Weights) -> bool:
+    """Whether a model has an output layer that is not its embeddings."""
+    uses = tied_uses(model.tensors)
+    return any(map(OUTPUT_EMBEDDING.search, uses)) and len({*map(model.canonical, uses)}) > 1
+
+
+def say_untied(folder: Path) -> None:
+    """Let the configuration in a folder say so if its embeddings and output layer differ.
+
+    transformers 5 loads such a model right either way, and other loaders go by the configuration.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        return
+    values = json.loads(file.read_text(encoding="utf-8"))
+    tie([model := Checkpoint.open(folder)])
+    if not _unties(model) or "scale_decoder_outputs" in values:  # as which T5 reads the key
+        return
+    for part in (values, values.get("text_config")):
+        if isinstance(part, dict) and (part is values or "tie_word_embeddings" in part):
+            part["tie_word_embeddings"] = False
+    file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
