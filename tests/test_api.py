@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -428,6 +429,21 @@ def test_bases_and_models_that_do_not_fit(stored: Any, tmp_path: Path) -> None:
     live.reset()
     tvb.attach(torch.compile(model), store)
     refuses("a later `attach` of this model has replaced this one", lambda: live.use("math"))
+
+
+def test_threads_take_turns_and_keep_their_number(stored: Any) -> None:
+    base, store = stored("sampled")
+    live = tvb.attach(model := loaded(base), store)
+    states = {task: state_of(live.use(task)) for task in THREE}
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(live.use, THREE * 4))
+    with ThreadPoolExecutor(1) as pool:  # a thread that uses PyTorch for the first time
+        assert pool.submit(torch.get_num_threads).result() == 3
+    torch.set_num_threads(before)
+    (task,) = live.current
+    assert_bits(model, states[task])
 
 
 def test_uses_that_fail_leave_right_weights(stored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
