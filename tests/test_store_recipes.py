@@ -33,6 +33,7 @@ from tvb_mergekit.store.recipes import ALL_TASKS
 from tvb_mergekit.store.store import Bases
 
 NONE = {"basis": "none"}
+MODELS = Path(__file__).parent.parent / "recipes/quickstart/models"
 
 
 @pytest.fixture(scope="module")
@@ -221,3 +222,22 @@ def test_recipes_that_do_not_fit_the_store(message, standing, tmp_path, monkeypa
     output = merge(document, tmp_path / "out", fails=True).output
     (line,) = [line for line in output.splitlines() if line.startswith("Error: ")]
     assert message in line and "Traceback" not in output
+
+
+def test_weights_that_cancel_and_a_removal_leave_the_merge_of_the_models(tmp_path: Path) -> None:
+    """G of a store is of its weighted task vectors, and a part of it has other last digits."""
+    base, store = MODELS / "base", tmp_path / "store"
+    two, names = {"basis": "ae", "num_bases": 2}, ("copy", "sort", "upper")
+    scales = {k: {"weight": weight} for k, weight in enumerate((2, 0.5, 1))}
+    built = write(recipe("basis_ta", base, [MODELS / n for n in names], scales), tmp_path / "r")
+    tvb("build", built, store, "--quiet")
+    back = {k: {"weight": 1 / own["weight"]} for k, own in scales.items()}
+    over = recipe("basis_ta", base, [store / n for n in names], back, **two)
+    want = recipe("basis_ta", base, [MODELS / n for n in names], **two)
+    assert_same(merge(over, tmp_path / "over"), merge(want, tmp_path / "want"))
+    whole = tmp_path / "whole"
+    built = write(recipe("basis_ta", base, [MODELS / n for n in ("max", *names)]), tmp_path / "w")
+    tvb("build", built, whole, "--quiet")
+    tvb("remove", whole, "--task", "max")
+    over = recipe("basis_ta", base, [whole], **two)
+    assert_same(merge(over, tmp_path / "rest"), merge(want, tmp_path / "again"))

@@ -212,7 +212,7 @@ def _tell(bases: Bases) -> None:
     if {vector.codec for vector in bases.facts.vectors} == {"lossless"}:
         click.echo("Every bit comes back: you may delete the models, but not the base.")
     elif known := [(e, task) for task, e in bases.facts.errors.items() if e is not None]:
-        mend = "To get tasks back, build without `basis` and `num_bases`; keep the models."
+        mend = "To get tasks back: no `basis`, `num_bases` and `--budget`. Keep the models."
         error, task = max(known)
         line = f"Largest relative error of a task: {error:.3g} ({task})."
         click.echo(line if bases.whole else f"{line} {mend}")

@@ -253,7 +253,7 @@ class Plan:
             # The store knows G where the same tensors count.
             names = (part.name for item in counted for part in item.inputs[:1])
             if {bases.stored_name(name) for name in names} == set(bases.facts.tensors):
-                tasks.sums = bases.sums(recipe.order, recipe.weights)
+                tasks.sums = bases.sums(recipe.order)
         return tasks
 
     @refusing()

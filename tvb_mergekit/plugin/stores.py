@@ -60,7 +60,10 @@ def store_of(model: ModelReference) -> tuple[str, str] | None:
     if is_store(path):
         return str(path), ""
     for folder in path.parents:
-        if is_store(folder) and not (path / "config.json").is_file():
+        named = (
+            folder != Path() and not (path / "config.json").is_file()
+        )  # not USER/NAME in a store
+        if named and is_store(folder):
             return str(folder), os.path.relpath(path, folder)
     return None
 

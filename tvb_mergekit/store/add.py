@@ -332,6 +332,7 @@ def remove(path: str | os.PathLike[str], task: str) -> Bases:
             basis_weights=[1.0] * count,
             vectors=[facts.vectors[k] for k in rest],
             num_bases=count,
+            seconds={"remove": 0.0},  # `Bases.sums` reads that G is a part of another
             previous=None,
         )
         return change.commit(made, tensors)

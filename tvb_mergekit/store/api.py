@@ -181,7 +181,7 @@ def merge(
     combined: Combination
     if bases.whole:
         scales = bases.scales.tolist()
-        known = None if settings.exclude else bases.sums(range(bases.num_bases), scales)
+        known = None if settings.exclude else bases.sums(range(bases.num_bases))
         combined = build_basis(TaskSet(settings, bases.tasks, scales, counted, sums=known), engine)
     else:
         table = bases.reconstruction(bases.tasks)[: len(sources)]

@@ -118,7 +118,7 @@ def changing(path: str | os.PathLike[str], new: bool = False) -> Iterator[Change
     finally:
         if change is not None:
             change.discard()
-        if not is_store(store):
+        if change is not None and not is_store(store):
             (store / LOCK).unlink(missing_ok=True)
         lock.release()
         if not there:

@@ -6,6 +6,7 @@ Each has a `checksum` over all its keys. `docs/files.md` explains each key.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -152,8 +153,11 @@ class StoreFacts(Facts):
         if self.whole and names != self.tasks:
             raise ValueError("`vectors` does not name the tasks of `tasks`")
         weights = self.parameters.get("weights")
-        if not (isinstance(weights, dict) and all(map(weights.get, self.tasks))):  # exports divide
+        given = [weights.get(t) for t in self.tasks] if isinstance(weights, dict) else [None]
+        if not all(isinstance(w, int | float) and w and math.isfinite(w) for w in given):
             raise ValueError("`parameters.weights` does not give each task a weight")
+        if self.parameters.get("lambda_scale") not in ("bases", "tasks"):
+            raise ValueError("`parameters.lambda_scale` is neither `bases` nor `tasks`")
         if any(v.codec == "lossless" and v.weights and not v.files for v in self.vectors):
             raise ValueError("`files` of a lossless vector is empty")
         return self

@@ -170,7 +170,7 @@ class Bases:
                 )
         return resolve_settings(method, given, tasks or self.tasks)
 
-    def sums(self, order: Sequence[int], weights: Sequence[float]) -> GramSums | None:
+    def sums(self, order: Sequence[int]) -> GramSums | None:
         """G of the unweighted task vectors at these places; None if it must be computed.
 
         A part of G has other last digits than the G of a part.
@@ -178,8 +178,9 @@ class Bases:
         facts = self.facts
         known = self.whole and "gram" in self.tensors and "base" not in self.tasks
         sampled = all(vector.codec == "sampled" for vector in facts.vectors)
-        if not known or set(weights) != {1.0} or (len(order) < len(self.tasks) and not sampled):
-            return None
+        part = len(order) < len(self.tasks) or "remove" in facts.seconds
+        if not known or bool(self.weights.ne(1).any()) or (part and not sampled):
+            return None  # the stored matrix is of the weighted task vectors
         gram = self.tensors["gram"][list(order)][:, list(order)]
         return GramSums(gram, facts.norms["base"] ** 2, facts.num_parameters)
 
