@@ -109,6 +109,14 @@ def test_a_place_outside_the_store_is_refused_when_it_is_read(entry: str, here: 
     assert contents(here) == before
 
 
+def test_damaged_tasks_are_taken_out_one_by_one(here: Path) -> None:
+    for task in "ab":
+        (here / f"lossless/vectors/{task}-1.safetensors").unlink()
+    assert "b-1.safetensors: missing" in refused("remove", "lossless", "--task", "a")
+    assert tvb("remove", "lossless", "--task", "b")
+    assert tvb_mergekit.load("lossless").tasks == ["c"]
+
+
 def test_a_link_out_of_the_store_is_refused_and_its_target_stays(here: Path) -> None:
     (here / "mine").mkdir()
     vector = here / "lossless/vectors/a-1.safetensors"

@@ -190,7 +190,7 @@ def planned_by_mergekit(
     LoaderCache().setup(options=options)
     try:
         architecture = get_architecture_info(config, options)
-    except (AssertionError, AttributeError, NotImplementedError, TypeError):
+    except (AssertionError, AttributeError, NotImplementedError, TypeError):  # mergekit's search
         if not config.models:
             raise
         architecture = _load_architecture_json(UNKNOWN)

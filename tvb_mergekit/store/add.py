@@ -33,7 +33,7 @@ from tvb_mergekit.store.change import changing
 from tvb_mergekit.store.facts import StoreFacts, Vector, subset
 from tvb_mergekit.store.recipes import times
 from tvb_mergekit.store.report import errors_of, losses_of, versions
-from tvb_mergekit.store.store import DTYPES, Bases, dtype_name, is_store, load, read_store
+from tvb_mergekit.store.store import DTYPES, Bases, dtype_name, is_store, load, load_numbers
 from tvb_mergekit.tensors.merging import sums_of
 from tvb_mergekit.tensors.stream import Engine, Item, Part
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -304,7 +304,8 @@ def remove(path: str | os.PathLike[str], task: str) -> Bases:
         UserError: another kind of store, no such task, or the only one.
     """
     with changing(path) as change:
-        facts = read_store(change.store)
+        bases = load_numbers(change.store)  # vectors may be damaged
+        facts = bases.facts
         if not facts.whole:
             raise UserError(
                 f"{path}: it holds {facts.num_bases} bases, from which no task can be taken out; "
@@ -312,7 +313,6 @@ def remove(path: str | os.PathLike[str], task: str) -> Bases:
             )
         if facts.tasks == [task]:
             raise UserError(f"{path}: {task!r} is its only task; delete the folder instead")
-        bases = load(change.store, without=task)  # whose file may be damaged
         index, count = bases.index(task), len(facts.tasks) - 1
         rest = [k for k in range(count + 1) if k != index]
         tasks, models = [facts.tasks[k] for k in rest], [facts.models[k] for k in rest]

@@ -116,11 +116,13 @@ def changing(path: str | os.PathLike[str], new: bool = False) -> Iterator[Change
     except OSError as error:
         raise UserError(f"cannot write {store}: {error}") from error
     finally:
-        if change is not None:
-            change.discard()
-        if change is not None and not is_store(store):
-            (store / LOCK).unlink(missing_ok=True)
-        lock.release()
+        try:
+            if change is not None:
+                change.discard()
+                if not is_store(store):
+                    (store / LOCK).unlink(missing_ok=True)
+        finally:
+            lock.release()
         if not there:
             with suppress(OSError):  # it holds a store
                 store.rmdir()

@@ -255,35 +255,40 @@ class AsModel(Weights):
         return self._vector.nbytes
 
 
-def load(path: str | os.PathLike[str], checksums: bool = False, without: str = "") -> Bases:
+def load(path: str | os.PathLike[str], checksums: bool = False) -> Bases:
     """Open a store.
 
     Args:
         checksums: compare those of all files; else vectors of the recorded size are trusted.
-        without: a task whose vector is not opened, since it may be damaged.
 
     Raises:
         UserError: no store, or a file that is missing or damaged.
     """
-    folder = Path(path)
-    facts = read_store(folder)
-    assert facts.numbers is not None
-    named = [vector for vector in facts.vectors if vector.name != without]
-    check_files(folder, [facts.numbers], checksums=True)  # everything is computed from them
-    check_files(folder, [file for vector in named for file in vector.held], checksums)
-    tensors = read_numbers(folder / facts.numbers.file, len(facts.tasks), facts.num_bases)
-    if missing := {"encoder", "decoder"} - tensors.keys():
-        raise UserError(f"{folder / facts.numbers.file}: no `{min(missing)}`; build it again")
-    sources = [open_vector(folder, vector, None) for vector in named]
+    folder, bases = Path(path), load_numbers(path)
+    facts = bases.facts
+    check_files(folder, [file for vector in facts.vectors for file in vector.held], checksums)
+    sources = [open_vector(folder, vector, None) for vector in facts.vectors]
     shapes: dict[str, tuple[int, ...]] = {}
-    for vector, source in zip(named, sources, strict=True):
+    for vector, source in zip(facts.vectors, sources, strict=True):
         if vector.codec != "adapter":
             found = {name: info.shape for name, info in source.tensors.items()}
             shapes = shapes or found
             if found.keys() != {*facts.tensors} or found != shapes:
                 said = f"the tensors of vector {vector.name} are not what {STORE} says"
                 raise UserError(f"{folder}: {said}; build it again")
-    return Bases(facts, tensors, sources, folder)
+    return replace(bases, sources=sources)
+
+
+def load_numbers(path: str | os.PathLike[str]) -> Bases:
+    """A store without its vectors, which may be damaged."""
+    folder = Path(path)
+    facts = read_store(folder)
+    assert facts.numbers is not None
+    check_files(folder, [facts.numbers], checksums=True)  # everything is computed from them
+    tensors = read_numbers(folder / facts.numbers.file, len(facts.tasks), facts.num_bases)
+    if missing := {"encoder", "decoder"} - tensors.keys():
+        raise UserError(f"{folder / facts.numbers.file}: no `{min(missing)}`; build it again")
+    return Bases(facts, tensors, [], folder)
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:
