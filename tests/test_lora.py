@@ -29,12 +29,9 @@ from tvb_mergekit.learn.job import TaskBases
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.plugin.planner import planned
 from tvb_mergekit.tensors import adapter as adapters_of_peft
-from tvb_mergekit.tensors import peft_files
-from tvb_mergekit.tensors.adapter import Adapter
+from tvb_mergekit.tensors.adapter import CONFIG, MERGE_FIRST, WEIGHTS, Adapter
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.peft_files import open_adapter
 
-CONFIG, WEIGHTS = peft_files.CONFIG, peft_files.WEIGHTS
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -74,7 +71,7 @@ def changes(base: Path, adapter: Path) -> dict[str, Tensor]:
 
 
 def read(base: Path, folder: Path) -> Adapter:
-    return open_adapter(folder, Checkpoint.open(base), label="math")
+    return Adapter(folder, Checkpoint.open(base), label="math")
 
 
 def dense(factors: Factors | Sequence[Factors]) -> Tensor:
@@ -277,39 +274,12 @@ def test_names_of_older_files_and_of_the_hub(bases, tmp_path):
     check(read(tmp_path / "short", folder), expected)
 
 
-@pytest.mark.parametrize(
-    ("shapes", "flag", "kind"),
-    [
-        ({"a": (4, 4)}, True, "conv1d"),  # only square ones: PEFT's flag
-        ({"a": (4, 4)}, False, "linear"),
-        ({"a": (4, 4), "b": (4, 8)}, False, "conv1d"),  # a bias decides for any flag
-        ({"a": (4, 4), "b": (8, 4)}, True, "linear"),
-        ({"a": (4, 4), "b": (8, 4), "c": (4, 8)}, True, None),
-    ],
-)
-def test_orientation_of_square_matrices(tmp_path, shapes, flag, kind):
-    base = {f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
-    base |= {f"{name}.bias": torch.zeros(4 if name == "a" else 8) for name in shapes}
-    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "fan_in_fan_out": flag}
-    (tmp_path / CONFIG).write_text(json.dumps(config))
-    down, up = torch.randn(1, 4), torch.randn(4, 1)
-    save_file({"a.lora_A.weight": down, "a.lora_B.weight": up}, tmp_path / WEIGHTS)
-    save_file(base, tmp_path / "model.safetensors")
-    if kind is None:
-        with pytest.raises(UserError, match="`a`, square in a model of Linear and Conv1D"):
-            open_adapter(tmp_path, Checkpoint.open(tmp_path / "model.safetensors"))
-        return
-    adapter = open_adapter(tmp_path, Checkpoint.open(tmp_path / "model.safetensors"))
-    expected = up @ down if kind == "linear" else (up @ down).T
-    torch.testing.assert_close(adapter.tensor("a.weight"), expected)
-
-
 # Refusing
 
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 A, B = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
-FIRST = re.escape(peft_files.MERGE_FIRST)  # of what is more than A and B
+FIRST = re.escape(MERGE_FIRST)  # of what is more than A and B
 REFUSED: list[tuple[Any, dict[str, Any] | None, str]] = [  # text as it is; None: no file
     ({"use_dora": True}, {}, f"uses `use_dora`.*{FIRST}"),
     ({}, {f"{Q}.lora_magnitude_vector": torch.ones(32)}, f"uses DoRA.*{FIRST}"),
@@ -465,7 +435,7 @@ def test_adapters_merge_to_an_adapter_without_loss(world, tmp_path, case, family
     tvb("merge", write(models.recipe(method, **keys), tmp_path / "r"), out, "--lora", "--quiet")
     found = by_peft(models.base, out)
     base, opened = models.states[0], Checkpoint.open(models.base)
-    adapters = [open_adapter(each.partition("+")[2], opened).factors for each in models.listed]
+    adapters = [Adapter(each.partition("+")[2], opened).factors for each in models.listed]
     tuned = [{n: t + (dense(of[n]) if n in of else 0) for n, t in base.items()} for of in adapters]
     names = [name for name in base if any(name in of for of in adapters)]
     own = keys.get("own", {})

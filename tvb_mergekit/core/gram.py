@@ -19,6 +19,7 @@ from tvb_mergekit.errors import UserError
 
 SUMMED = 2048  # columns that one float32 matrix product sums over
 AT_ONCE = 2**17  # elements that are checked or made at once
+OR_EXCLUDE = ", or leave the tensor out with `exclude`"
 NO_TENSOR = "no tensor takes part: every floating-point tensor is excluded or missing in a model"
 
 
@@ -88,42 +89,8 @@ def symmetric(square: Tensor) -> Tensor:
     return ((square + square.T) / 2).cpu()
 
 
-def check_copied(name: str, tensor: Tensor, excluded: bool) -> None:
-    """Raise UserError if a tensor that stays the base's is damaged."""
-    if told := damage(name, "the base", tensor, excluded):
-        raise UserError(told)
-
-
-def not_finite(name: str, base: Tensor, models: Iterable[Tensor], tasks: Sequence[str]) -> str:
-    """A message that names the first input of one tensor with NaN or infinity."""
-    named = zip(("the base", *(f"task `{task}`" for task in tasks)), (base, *models), strict=True)
-    for who, tensor in named:
-        if told := damage(name, who, tensor):
-            return told
-    return (
-        f"tensor `{name}`: the products of its task vectors overflow float32; the models are "
-        "not fine-tuned from this base"
-    )
-
-
-def damage(name: str, who: str, tensor: Tensor, excluded: bool = False) -> str:
-    """Say what is wrong with a tensor that holds NaN or infinity, else "".
-
-    One that is `excluded`, such as a mask, may hold infinity.
-    """
-    nan, inf = count_not_finite(tensor)
-    if not nan and (excluded or not inf):
-        return ""
-    other = "" if excluded else ", or leave the tensor out with `exclude`"
-    return (
-        f"tensor `{name}` of {who} holds {nan:,} NaN and {inf:,} infinite values of "
-        f"{tensor.numel():,}; this checkpoint is damaged or its training diverged: take another"
-        f"{other}"
-    )
-
-
-def count_not_finite(tensor: Tensor) -> tuple[int, int]:
-    """Numbers of NaN and of infinite entries, counted AT_ONCE elements at a time."""
+def damage(tensor: Tensor, infinite: bool = False) -> str:
+    """Say what is wrong with a tensor that holds NaN, or infinity unless it may, else ""."""
     nan = inf = 0
     for chunk in tensor.reshape(-1).split(AT_ONCE):
         if chunk.dtype.itemsize == 1:  # no comparisons are defined for 8-bit floats
@@ -131,7 +98,33 @@ def count_not_finite(tensor: Tensor) -> tuple[int, int]:
         if not torch.isfinite(chunk).all():
             nan += int(torch.isnan(chunk).sum())
             inf += int(torch.isinf(chunk).sum())
-    return nan, inf
+    if not nan and (infinite or not inf):
+        return ""
+    return (
+        f"holds {nan:,} NaN and {inf:,} infinite values of {tensor.numel():,}; this checkpoint is "
+        "damaged or its training diverged: take another"
+    )
+
+
+def check_copied(name: str, tensor: Tensor, excluded: bool) -> None:
+    """Raise UserError if a tensor that stays the base's is damaged.
+
+    One that is `excluded`, such as a mask, may hold infinity.
+    """
+    if told := damage(tensor, excluded):
+        raise UserError(f"tensor `{name}` of the base {told}{'' if excluded else OR_EXCLUDE}")
+
+
+def not_finite(name: str, base: Tensor, models: Iterable[Tensor], tasks: Sequence[str]) -> str:
+    """A message that names the first input of one tensor with NaN or infinity."""
+    named = zip(("the base", *(f"task `{task}`" for task in tasks)), (base, *models), strict=True)
+    for who, tensor in named:
+        if told := damage(tensor):
+            return f"tensor `{name}` of {who} {told}{OR_EXCLUDE}"
+    return (
+        f"tensor `{name}`: the products of its task vectors overflow float32; the models are "
+        "not fine-tuned from this base"
+    )
 
 
 @dataclass(frozen=True)

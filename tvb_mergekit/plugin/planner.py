@@ -40,7 +40,6 @@ from tvb_mergekit.progress import phase
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint
-from tvb_mergekit.tensors.peft_files import open_adapter
 from tvb_mergekit.tensors.stream import Weights
 from tvb_mergekit.tensors.taskset import check_words
 from tvb_mergekit.tensors.ties import tie
@@ -174,7 +173,7 @@ def _opened_adapter(
     except (OSError, ValueError) as error:
         plus = "mergekit reads `+` in a model as MODEL+ADAPTER"
         raise UserError(f"adapter {model.lora}: {plus}: {one_line(error)}") from error
-    return open_adapter(place, opened, under, task)
+    return Adapter(place, opened, under, task)
 
 
 def planned_by_mergekit(

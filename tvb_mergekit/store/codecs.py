@@ -23,7 +23,6 @@ from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
 from tvb_mergekit.tensors.coding import MANTISSA, Draw, keep
 from tvb_mergekit.tensors.lossless import Coded
 from tvb_mergekit.tensors.passes import combine_pass
-from tvb_mergekit.tensors.peft_files import open_adapter
 from tvb_mergekit.tensors.stream import Engine, Item, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.writing import MARKER, FoldersSink, FolderWriter, Shard
@@ -119,7 +118,7 @@ class Adapters:
             config = json.loads(metadata_of(file)[CONFIG])
         except (ValueError, KeyError) as error:
             raise UserError(f"{file}: no configuration of an adapter ({error})") from error
-        return open_adapter(file, base, config=config)
+        return Adapter(file, base, config=config)
 
     def bytes(self, item: Item, share: float) -> float:
         return 0  # of an adapter, little

@@ -1,38 +1,52 @@
 """PEFT's LoRA adapters as sources: folders of factors, read as differences from the base.
 
 An adapter adds s B A to each target matrix, as PEFT's `merge_and_unload` does. PEFT itself is not
-needed: `peft_files` reads what it writes.
+needed: https://huggingface.co/docs/peft/developer_guides/checkpoint describes what it writes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field, replace
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.gram import AT_ONCE, Factors
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.core.gram import AT_ONCE, Factors, damage
+from tvb_mergekit.errors import UserError, one_line
+from tvb_mergekit.names import TRANSPOSED, has_experts_in_out, tied_uses
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.stream import Holds, Weights
+from tvb_mergekit.tensors.stream import Weights
+from tvb_mergekit.tensors.ties import tie
 
 CONFIG = "adapter_config.json"
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+MERGE_FIRST = "merge it with PEFT: merge_and_unload(), save_pretrained(FOLDER), and list FOLDER"
 
 PREFIX = "base_model.model."
 _SCALES = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
+# module, A or B of a linear layer or of an embedding; the adapter's name in between is dropped.
+_KEY = re.compile(r"(.+)\.(?:lora_([AB])(?:\.[^.]+)?\.weight|lora_embedding_([AB])(?:\.[^.]+)?)")
+# Settings under which the update is not s B A and dense tensors, or not only that.
+_NOT_PLAIN = (
+    "use_dora use_qalora use_bdlora lora_bias layer_replication trainable_token_indices "
+    "alora_invocation_tokens arrow_config kasa_config monteclora_config"
+).split()
+# All others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA, MiCA) change the base when PEFT loads them.
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+_SAVED = re.compile(r"\.modules_to_save(\.default)?(?=\.)|\.base_layer(?=\.)")
 
 
 class Target(NamedTuple):
-    """A matrix as PEFT names it.
-
-    Attributes:
-        transposed: It is stored as [in, out], as that of a Conv1D or an embedding.
-    """
+    """A matrix as PEFT names it; stored as [in, out] if `transposed` (Conv1D, embeddings)."""
 
     module: str
     transposed: bool
@@ -44,7 +58,6 @@ class Target(NamedTuple):
         return f"{PREFIX}{self.module}.{kind}"
 
 
-@dataclass(eq=False)
 class Adapter(Weights):
     """The model X+ADAPTER as its difference from theta_0: X - theta_0 + s B A.
 
@@ -59,17 +72,67 @@ class Adapter(Weights):
         claimed: loose names that a merge has found a tensor for.
     """
 
-    file: Checkpoint
+    base: Weights
     under: Weights
-    base: Weights = field()
-    config: dict[str, Any] = field()
-    factors: dict[str, tuple[Factors, ...]] = field(default_factory=dict)
-    dense: dict[str, str] = field(default_factory=dict)
-    targets: dict[str, Target] = field(default_factory=dict)
-    holds: Holds | None = "delta"
-    claimed: set[str] = field(default_factory=set)
+    holds = "delta"
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        base: Weights,
+        under: Checkpoint | None = None,
+        label: str = "",
+        config: dict[str, Any] | None = None,
+    ) -> None:
+        """Read the adapter in folder `path` of the model `under`, by default the base itself.
+
+        Args:
+            label: the task's name, for messages.
+            config: its adapter_config.json, if `path` is the file of its weights.
+
+        Raises:
+            UserError: it is not readable, damaged, not of this base, or more than s B A and dense
+                tensors (DoRA, trained biases, ...).
+        """
+        self.path, self.label, self.base = Path(path), label, base
+        self.under = under or base
+        self.config = config or self._read_config()
+        shapes = [{n: i.shape for n, i in m.tensors.items()} for m in (self.under, base)]
+        if shapes[0] != shapes[1]:
+            said = f"{self.under.folder} has other tensors than the base {base.folder}"
+            raise self._not_plain(said)
+        names = [name for name in (WEIGHTS, PICKLED) if (self.path / name).is_file()]
+        if not (names or config):
+            raise self._error(f"has no {WEIGHTS} or {PICKLED}; download it again")
+        self.file = Checkpoint.open(self.path if config else self.path / names[0])
+        self.factors: dict[str, tuple[Factors, ...]] = {}
+        self.dense: dict[str, str] = {}
+        self.targets: dict[str, Target] = {}
+        self.claimed: set[str] = set()
+        halves: dict[tuple[str, bool], dict[str, str]] = {}  # (module, embedding) -> half -> key
+        for key in sorted(self.file.tensors):
+            name = key.removeprefix(PREFIX)
+            match = _KEY.fullmatch(name)
+            if match is None:
+                self._add_dense(key, name)
+            else:
+                pair = halves.setdefault((match[1], match[3] is not None), {})
+                if pair.setdefault(match[2] or match[3], key) != key:
+                    raise self._error(f"holds several adapters (`{key}`); store them one by one")
+        stacked: dict[str, list[tuple[Tensor, Tensor]]] = {}  # by module, the inner ones first
+        for (module, embedding), pair in sorted(halves.items(), reverse=True):
+            down, up = (self._half(pair, half) for half in "AB")
+            owner = module.replace(".base_layer", "")
+            if self._parameters(owner) and f"{owner}.weight" not in self.under.tensors:
+                stacked.setdefault(owner, []).append((down, up))
+            else:
+                self._add(module, embedding, down, up)
+        for owner, pairs in stacked.items():
+            self._add_stacked(owner, pairs)
+        if not self.factors:
+            raise self._error("holds no LoRA factors; save it again")
+        if self.config.get("ensure_weight_tying") and tied_uses(self.changed):
+            raise self._not_plain("changes both uses of tied embeddings (`ensure_weight_tying`)")
         self.name_tensors()
 
     def name_tensors(self) -> None:
@@ -105,11 +168,8 @@ class Adapter(Weights):
 
     def check_claimed(self) -> None:
         """Raise UserError if factors of experts fit no tensor of the base."""
-        if lost := sorted(self.loose - self.claimed):
-            raise UserError(
-                f"adapter {self.file.folder}: `{lost[0]}` fits no tensor of the base; take the "
-                f"base that it was trained on ({self.config.get('base_model_name_or_path')})"
-            )
+        for name in sorted(self.loose - self.claimed)[:1]:
+            raise self._wrong_base(f"`{name}` fits no tensor of the base")
 
     def factors_of(self, name: str) -> tuple[Factors, ...] | None:
         if self.under is not self.base or name in self.dense:
@@ -175,6 +235,160 @@ class Adapter(Weights):
     @property
     def nbytes(self) -> int:
         return self.file.nbytes
+
+    def _read_config(self) -> dict[str, Any]:
+        file = self.path / CONFIG
+        if not file.is_file():
+            raise self._error(f"has no {CONFIG}; name the folder of a PEFT adapter")
+        try:
+            config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            kind, start = config.get("peft_type"), config.get("init_lora_weights")
+        except (ValueError, AttributeError) as error:
+            raise self._error(f"{CONFIG} cannot be read ({error}); download it again") from error
+        if kind != "LORA":
+            raise self._not_plain(f"is of type {kind}, expected LORA")
+        if config.get("bias") not in (None, "none"):
+            raise self._not_plain(f"has trained biases (`bias: {config['bias']}`)")
+        if used := [setting for setting in _NOT_PLAIN if config.get(setting)]:
+            raise self._not_plain(f"uses `{used[0]}`")
+        if (start.lower() if isinstance(start, str) else start) not in _PLAIN_STARTS:
+            raise self._not_plain(f"changes the base (`init_lora_weights: {start}`)")
+        return config
+
+    def _add_dense(self, key: str, name: str) -> None:
+        """A tensor that replaces X's: of `modules_to_save`, or PEFT's copy of the embeddings."""
+        if "lora_" in name:
+            raise self._not_plain(f"uses DoRA or biases (`{key}`)")
+        name = self._found(_SAVED.sub("", name), key)
+        self._check_shape(key, self.file.tensors[key].shape, name)
+        both = self.file.tensor(key), self.under.tensor(name)
+        pairs = zip(*(each.reshape(-1).split(AT_ONCE) for each in both), strict=True)
+        if all(torch.equal(one.float(), other.float()) for one, other in pairs):
+            return
+        if ".base_layer." in key:
+            raise self._not_plain(f"changes the weight that it adapts (`{key}`)")
+        self.dense[name] = key
+
+    def _add(self, module: str, embedding: bool, down: Tensor, up: Tensor) -> None:
+        """The factors of one matrix."""
+        name = f"{module}.weight"
+        if ".experts." not in module or name in self.under.tensors:
+            name = self._found(name, module)
+        if name in self.factors:
+            raise self._not_plain(f"targets `{name}` under two names")
+        known = name in self.under.tensors
+        transposed = embedding or (known and self._is_conv1d(name, down, up))
+        left, right = (down.T, up.T) if transposed else (up, down)
+        self._check_shape(module, (left.shape[0], right.shape[1]), name)
+        left = left * self._scale(module, down.shape[0], up.shape[1])
+        self.factors[name] = (Factors(left.contiguous(), right.contiguous()),)
+        self.targets[name] = Target(module, transposed, embedding)
+
+    def _parameters(self, owner: str) -> list[str]:
+        """The stacked parameters of a module that `target_parameters` names, the inner first.
+
+        PEFT wraps them in the order of their definition, in which `gate_up_proj` is before
+        `down_proj`.
+        """
+        parts = (each.rpartition(".") for each in self.config.get("target_parameters") or ())
+        found = {name for path, _, name in parts if f".{owner}".endswith(f".{path}")}
+        return sorted(found, reverse=True)
+
+    def _add_stacked(self, owner: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """The factors of experts in one tensor, [r experts, in] and [out, r experts]."""
+        names = [f"{owner}.{name}" for name in self._parameters(owner)]
+        if len(names) != len(pairs):
+            raise self._not_plain(f"stores {len(pairs)} of the parameters {names} of `{owner}`")
+        for name, (down, up) in zip(names, pairs, strict=True):
+            rank = self._setting(name, "r", "rank_pattern")
+            experts = max(1, len(down) // rank)
+            scale = self._scale(name, len(down) / experts, up.shape[1] / experts)
+            # PEFT's lora_A is "(e r) i" and lora_B is "o (r e)".
+            right = down.reshape(experts, rank, -1)
+            left = scale * up.reshape(len(up), rank, experts).permute(2, 0, 1)
+            if has_experts_in_out(self.under.model_type):
+                left, right = right.mT, left.mT
+            halves = zip(left.contiguous(), right.contiguous(), strict=True)
+            self.factors[name] = tuple(Factors(*both) for both in halves)
+            shape = (experts, left.shape[1], right.shape[2])
+            self._check_shape(name, shape, name)
+
+    def _found(self, name: str, key: str) -> str:
+        """X's name of a tensor. Models saved without their head lack the first part: `h.0` is
+        PEFT's `transformer.h.0`."""
+        if name not in self.under.tensors and tied_uses([name]):  # X stores the other use
+            tie([self.under, self.base], [name])
+        for each in (name, name.partition(".")[2]):
+            if each in self.under.tensors:
+                return each
+        raise self._wrong_base(f"`{key}` fits no tensor of the base")
+
+    def _half(self, pair: Mapping[str, str], half: str) -> Tensor:
+        if (key := pair.get(half)) is None:
+            present = f"`{min(pair.values())}` but not its other half"
+            raise self._error(f"holds {present}, lora_{half}; save it again")
+        stored = self.file.tensor(key)
+        if stored.ndim > 2:
+            raise self._not_plain(f"targets a convolution (`{key}` is {list(stored.shape)})")
+        if stored.ndim < 2 or not stored.numel() or not stored.is_floating_point():
+            raise self._error(
+                f"`{key}` is {list(stored.shape)} {stored.dtype}, expected a matrix of floats; a "
+                "sharded training (ZeRO-3, FSDP) must gather the weights before it saves them"
+            )
+        value = stored.to(torch.float32, copy=True)  # nothing stays mapped
+        if told := damage(value):
+            raise self._error(f"`{key}` {told}")
+        return value
+
+    def _is_conv1d(self, name: str, down: Tensor, up: Tensor) -> bool:
+        """Whether the base stores this tensor as GPT-2's Conv1D (transposed), not as a Linear."""
+        rows, columns = up.shape[0], down.shape[1]
+        if rows != columns:
+            return self.under.tensors[name].shape == (columns, rows)
+        # A square matrix fits both. PEFT sets the flag to the kind of the last layer that it wraps.
+        pattern = TRANSPOSED.get(self.under.model_type or "")
+        flag = bool(self.config.get("fan_in_fan_out"))
+        return flag if pattern is None else re.search(pattern, name) is not None
+
+    def _setting(self, module: str, key: str, table: str) -> Any:
+        """A value of the configuration, with the patterns as PEFT matches them."""
+        for pattern, value in (self.config.get(table) or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        return self.config.get(key, 8)
+
+    def _scale(self, module: str, down_rank: float, up_rank: float) -> float:
+        """lora_alpha / r, or / sqrt(r)."""
+        try:
+            rank = self._setting(module, "r", "rank_pattern")
+            alpha = float(self._setting(module, "lora_alpha", "alpha_pattern"))
+            scale = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        except (TypeError, ValueError, ArithmeticError, AttributeError, re.error) as error:
+            told = f"{CONFIG}: rank and alpha of `{module}`: {one_line(error)}; mend it"
+            raise self._error(told) from error
+        if not down_rank == up_rank == rank or not math.isfinite(scale):
+            raise self._error(
+                f"`{module}` has lora_A of rank {down_rank:g} and lora_B of rank {up_rank:g}, "
+                f"expected {rank} from {CONFIG}; take the two files of one training run"
+            )
+        return scale
+
+    def _check_shape(self, name: str, shape: tuple[int, ...], of: str) -> None:
+        known = self.under.tensors.get(of)
+        if known is not None and known.shape != shape:
+            raise self._wrong_base(f"`{name}` is {[*shape]}, in the base {[*known.shape]}")
+
+    def _wrong_base(self, text: str) -> UserError:
+        trained_on = self.config.get("base_model_name_or_path") or "not recorded"
+        told = f"{text}; take the base that it was trained on ({trained_on}), or {MERGE_FIRST}"
+        return self._error(told)
+
+    def _not_plain(self, text: str) -> UserError:
+        return self._error(f"{text}; {MERGE_FIRST}")
+
+    def _error(self, text: str) -> UserError:
+        who = f" (task `{self.label}`)" if self.label else ""
+        return UserError(f"adapter {self.path}{who}: {text}")
 
 
 def _floats(weights: Weights, name: str, start: int, stop: int) -> Tensor:

@@ -60,6 +60,7 @@ class Weights:
     folder: Path | None  # of the files `shards`, except of state dicts
     shards: tuple[str, ...]
     base: Weights | None = None  # set by users of vectors that are decoded next to their base
+    under: Weights | None = None  # the model that an adapter changes
     model_type: str | None = None  # as transformers calls it, if it is known
 
     def tensor(self, name: str) -> Tensor:
@@ -94,6 +95,14 @@ class Weights:
         A random sample makes squares of elements 1 / share times too large on average.
         """
         return 1.0
+
+    @property
+    def changed(self) -> set[str]:
+        """The tensors that an adapter changes."""
+        return set()
+
+    def name_tensors(self) -> None:
+        """Take the names of tensors that the model of an adapter has got; see `ties.tie`."""
 
     def canonical(self, name: str) -> str:
         """The first name of a tensor with several names."""

@@ -15,7 +15,6 @@ import torch
 
 from tvb_mergekit.core.gram import AT_ONCE
 from tvb_mergekit.names import INPUT_EMBEDDING, OUTPUT_EMBEDDING, tied_uses
-from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.stream import Weights
 
@@ -31,8 +30,9 @@ def tie(every: Sequence[Weights], names: Iterable[str] = ()) -> None:
     the tensor with which another model ties it. It is that of the other use of the embeddings, if
     the model has only one of the two uses.
     """
-    adapters = [each for each in every if isinstance(each, Adapter)]
-    models = [each for each in every if each.holds is None] + [each.under for each in adapters]
+    adapters = [each for each in every if each.under]
+    models = [each for each in every if each.holds is None]
+    models += [each.under for each in adapters if each.under]
     wanted = dict.fromkeys(tied_uses(names))
     for model in models:
         _compare(model)
