@@ -10,9 +10,9 @@ from torch import Tensor
 from tvb_mergekit.core.basis import Combination, Step, Tunables
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.tensors.merging import merge_items
+from tvb_mergekit.tensors.output import MemorySink
 from tvb_mergekit.tensors.passes import combine_pass, gram_pass
 from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink
-from tvb_mergekit.tensors.writing import MemorySink
 
 
 def held_item(

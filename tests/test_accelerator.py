@@ -39,9 +39,9 @@ from tvb_mergekit.store.export import items_of
 from tvb_mergekit.tensors import passes, stream
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.merging import build_basis, merge_items
+from tvb_mergekit.tensors.output import MemorySink
 from tvb_mergekit.tensors.stream import CPU, Engine
 from tvb_mergekit.tensors.taskset import TaskSet
-from tvb_mergekit.tensors.writing import MemorySink
 
 CUDA = torch.device("cuda", 0)
 TABLE = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"

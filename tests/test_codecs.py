@@ -42,8 +42,7 @@ from tvb_mergekit.core.methods.wudi import interference_free
 from tvb_mergekit.store import store as stores
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors import coding, units
-from tvb_mergekit.tensors.coding import BLOCK, Draw
-from tvb_mergekit.tensors.lossless import Coded
+from tvb_mergekit.tensors.coding import BLOCK, Coded, Draw
 from tvb_mergekit.tensors.stream import Item, Part, StateDict
 
 FOUR = TASKS[:4]
@@ -402,10 +401,7 @@ def keep(folder: Path, base: State, *models: State, samples: Sequence[Draw] = ()
         items.append(Item(name, tuple(tensor.shape), own, inputs))
     paths = [folder / f"{k}.safetensors" for k in range(len(models))]
     coding.keep(paths, items, samples)
-    found = [Coded(path) for path in paths]
-    for each in found:
-        each.base = start
-    return found
+    return [Coded(path, start) for path in paths]
 
 
 def tuned(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:

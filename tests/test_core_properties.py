@@ -23,9 +23,9 @@ from tvb_mergekit.core.settings import resolve_settings
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import passes
 from tvb_mergekit.tensors.merging import build_basis, merge_items
+from tvb_mergekit.tensors.output import MemorySink
 from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.taskset import TaskSet
-from tvb_mergekit.tensors.writing import MemorySink
 
 CPU = torch.device("cpu")
 quick = settings(max_examples=60, deadline=None, derandomize=True)

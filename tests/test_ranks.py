@@ -25,7 +25,7 @@ from processes import KILL, Fault, Running, on_call
 from tvb_mergekit.store.store import load as load_store
 from tvb_mergekit.tensors import ranks
 
-SINK = "tvb_mergekit.tensors.writing.FoldersSink"
+WRITE = "tvb_mergekit.tensors.output.FolderWriter.write"
 TASKS = ("math", "code", "safety")
 BALANCED = {"basis": "balanced", "num_bases": 2}
 Folders = tuple[Path, list[Path]]
@@ -126,7 +126,7 @@ def test_the_same_to_the_bit(case: str, models: dict[str, Folders], tmp_path: Pa
 def test_a_death_ends_all(models: dict[str, Folders], tmp_path: Path) -> None:
     write(recipe("basis_ta", *models["tied"], **BALANCED), tmp_path / "recipe")
     for dying in (0, 1):
-        dies = partial(on_call, f"{SINK}.write", KILL, 2)
+        dies = partial(on_call, WRITE, KILL, 2)
         words = ["tvb merge recipe.yml merged --quiet"] * 2
         codes, said = run(tmp_path, *words, **{f"rank_{dying}": dies})
         assert (codes[dying], codes[1 - dying]) == (-9, 1)

@@ -149,13 +149,12 @@ class Combination:
         """Whether merging needs a threshold of each basis."""
         return METHODS[self.settings.method].merges == "entries"
 
-    def step(self, values: Tunables, alone: bool = False, add_base: bool = True) -> Step:
+    def step(self, values: Tunables, alone: bool = False) -> Step:
         """The merge of one tensor.
 
         Args:
             alone: only the direction that a tuned coefficient scales, without theta_0: `alpha`'s,
                 or without one `lambda`'s.
-            add_base: false: the change of theta_0.
         """
         if self.trims:
             limits = [0.0] * self.num_bases
@@ -164,11 +163,11 @@ class Combination:
                 limits = self.histogram.thresholds(values.density).tolist()
             direction = partial(METHODS[self.settings.method], self.settings, thresholds=limits)
             scale = 1.0 if alone else values.lambda_ * self.scale
-            return Step([(scale, self.weighted_encoder)], add_base and not alone, direction)
+            return Step([(scale, self.weighted_encoder)], not alone, direction)
         if alone:
             *_, last = self.directions.values()
             return Step.of(last[:, None])
-        return Step(self.terms(values), add_base)
+        return Step(self.terms(values))
 
     def terms(self, values: Tunables) -> list[Term]:
         """The directions with their coefficients, in the order of addition."""

@@ -86,7 +86,7 @@ class Declared:
       `reconstruction` [N, T].
     - "entries": (bases [M, n]) -> [n]. Offered: `thresholds` [M], each basis's for `density`.
     - "matrices": (bases [M, m, n]) -> [m, n], float32. Offered: `noise`, `shares`, `rank`, as
-      `tensors.matrices` explains. Other tensors get the mean of the bases.
+      `tensors.merging` explains. Other tensors get the mean of the bases.
     """
 
     function: Callable[..., Any]

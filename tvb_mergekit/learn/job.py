@@ -34,11 +34,10 @@ from tvb_mergekit.store.facts import FOLDER
 from tvb_mergekit.store.routing import LEARNED
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import FACTS_VERSION, SAVE_AGAIN
-from tvb_mergekit.tensors.matrices import merge_one
-from tvb_mergekit.tensors.merging import merge_items
+from tvb_mergekit.tensors.merging import merge_items, merge_one
+from tvb_mergekit.tensors.output import MemorySink
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Item, Sink
-from tvb_mergekit.tensors.writing import Stacked
 
 LOG = logging.getLogger(__name__)
 Mixture = Literal["encoder", "equal", "positive"]
@@ -106,7 +105,7 @@ class TaskBases:
         every = [item for item in every if parameters is None or item.name in parameters]
         items = [replace(item, out=torch.float32) for item in every]
         columns = self.columns[:, some] * scale
-        sink = Stacked(items, columns.shape[1])
+        sink = MemorySink(items, columns.shape[1])
         steps = dict.fromkeys((item.name for item in items), Step.of(columns))
         combine_pass(items, steps, sink, self.plan.engine, title="Bases")
         if parameters is None:

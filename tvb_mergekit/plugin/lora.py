@@ -16,8 +16,7 @@ from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.inputs import check_for_store, tasks_for_store
 from tvb_mergekit.plugin.planner import input_folders, plan_only
 from tvb_mergekit.tensors.adapter import CONFIG, WEIGHTS, Target
-from tvb_mergekit.tensors.matrices import merged_factors
-from tvb_mergekit.tensors.merging import build_basis
+from tvb_mergekit.tensors.merging import build_basis, merged_factors
 from tvb_mergekit.tensors.output import StagedFolder, check_new_folder
 from tvb_mergekit.tensors.taskset import TaskSet
 

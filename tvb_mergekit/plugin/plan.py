@@ -26,8 +26,8 @@ from tvb_mergekit.store import report
 from tvb_mergekit.store.facts import Facts
 from tvb_mergekit.tensors import merging, ranks
 from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint
-from tvb_mergekit.tensors.matrices import check_matrices
-from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, device_of, written_bytes
+from tvb_mergekit.tensors.merging import check_matrices
+from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, device_of
 from tvb_mergekit.tensors.taskset import UNCHANGED, TaskSet, check_most, why_left_out
 
 LOG = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ class Plan:
 
     @property
     def output_bytes(self) -> int:
-        return written_bytes(self.tensors.items)
+        return sum(item.written for item in self.tensors.items)
 
     @functools.cached_property
     def tasks(self) -> TaskSet:

@@ -28,7 +28,7 @@ from tvb_mergekit.plugin.stores import Listed
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.adapter import MERGE_FIRST
 from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.matrices import settings_over
+from tvb_mergekit.tensors.merging import settings_over
 from tvb_mergekit.tensors.stream import Item, Weights
 from tvb_mergekit.tensors.taskset import EXCLUDED, TaskSet
 

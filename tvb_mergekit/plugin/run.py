@@ -38,13 +38,15 @@ from tvb_mergekit.store import report
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import weight_files
 from tvb_mergekit.tensors.output import (
+    FolderWriter,
     StagedFolder,
     check_disk,
     check_output_folder,
+    into,
+    plan_shards,
     warn_of_stale_parts,
 )
 from tvb_mergekit.tensors.ties import say_untied
-from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards
 
 LOG = logging.getLogger(__name__)
 # mergekit's options for its own task graph, which none of our methods runs.
@@ -209,7 +211,7 @@ def write_tensors(plan: Plan, folder: Path) -> None:
     items, world = plan.items(), ranks.world()
     limit = max(plan.options.out_shard_size or 0, 0) or sys.maxsize
     files = FolderWriter(folder, plan_shards(items, limit), {"format": "pt"})
-    plan.merge_into(FoldersSink([files]), items[ranks.part_of(items)])
+    plan.merge_into(into(files), items[ranks.part_of(items)])
     world.dismiss()
     files.finish()
 

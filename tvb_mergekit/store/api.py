@@ -27,11 +27,16 @@ from tvb_mergekit.store.change import undo
 from tvb_mergekit.store.export import combine, items_of, task_column
 from tvb_mergekit.store.store import Bases, is_store, load
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
-from tvb_mergekit.tensors.matrices import check_matrices, settings_over
-from tvb_mergekit.tensors.merging import build_basis, count_if_needed, merge_items
+from tvb_mergekit.tensors.merging import (
+    build_basis,
+    check_matrices,
+    count_if_needed,
+    merge_items,
+    settings_over,
+)
+from tvb_mergekit.tensors.output import MARKER, MemorySink
 from tvb_mergekit.tensors.stream import Engine, StateDict, Weights, device_of
 from tvb_mergekit.tensors.taskset import UNCHANGED, TaskSet, match
-from tvb_mergekit.tensors.writing import MARKER, MemorySink
 
 Model = Mapping[str, Tensor] | str | os.PathLike[str]
 Device = torch.device | str

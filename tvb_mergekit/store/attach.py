@@ -120,12 +120,12 @@ class Live:
 
 
 class LiveSink:
-    """A `stream.Sink` that writes its one output into tensors in use, on any device."""
+    """A sink that writes its one output into tensors in use, on any device."""
 
     def __init__(self, live: Mapping[str, Tensor]) -> None:
         self._live = live
 
-    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None:
+    def __call__(self, item: Item, start: int, stop: int, values: Tensor) -> None:
         tensor = self._live[item.name]
         with torch.inference_mode(tensor.is_inference()):
             if tensor.is_contiguous():

@@ -39,13 +39,11 @@ from tvb_mergekit.store.store import DTYPES, AsModel, Bases, dtype_name
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.coding import MANTISSA
-from tvb_mergekit.tensors.matrices import check_matrices
-from tvb_mergekit.tensors.merging import encoded_by, sums_of
-from tvb_mergekit.tensors.output import check_disk
+from tvb_mergekit.tensors.merging import check_matrices, encoded_by, sums_of
+from tvb_mergekit.tensors.output import MemorySink, check_disk
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Engine, StateDict, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
-from tvb_mergekit.tensors.writing import MemorySink
 
 LOG = logging.getLogger(__name__)
 LEAST_SHARE = 1e-6

@@ -20,12 +20,11 @@ from tvb_mergekit.store.facts import Codec, Vector, write_tensors
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
-from tvb_mergekit.tensors.coding import MANTISSA, Draw, keep
-from tvb_mergekit.tensors.lossless import Coded
+from tvb_mergekit.tensors.coding import MANTISSA, Coded, Draw, keep
+from tvb_mergekit.tensors.output import MARKER, FolderWriter, Shard, into
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Engine, Item, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
-from tvb_mergekit.tensors.writing import MARKER, FoldersSink, FolderWriter, Shard
 
 CONFIG = "tvb_adapter"  # key of adapter_config.json in the metadata of a file of factors
 
@@ -59,7 +58,7 @@ class Dense:
             writers.append(FolderWriter(path.parent, [Shard(path.name, tuple(items))], metadata))
         steps = dict.fromkeys((item.name for item in items), Step.of(job.matrix))
         mine = items[ranks.part_of(items)]
-        combine_pass(mine, steps, FoldersSink(writers), job.engine, title="Bases")
+        combine_pass(mine, steps, into(*writers), job.engine, title="Bases")
         ranks.world().collect(None)  # all have written
         return [0.0] * len(writers)
 
@@ -89,9 +88,7 @@ class Kept:
         return ranks.world().led(write)  # blocks are appended in order
 
     def decode(self, file: Path, base: Weights | None) -> Weights:
-        opened = Coded(file)
-        opened.base = base
-        return opened
+        return Coded(file, base)
 
     def bytes(self, item: Item, share: float) -> float:
         return share * item.numel * 2

@@ -18,15 +18,17 @@ from tvb_mergekit.store.originals import copy_config, restore
 from tvb_mergekit.store.report import card_section
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.output import (
+    FolderWriter,
     StagedFolder,
     check_disk,
     check_new_folder,
     check_output_folder,
+    into,
+    plan_shards,
 )
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, Weights
 from tvb_mergekit.tensors.ties import say_untied
-from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards
 
 LOSSY = 0.3  # relative error of a reconstructed task beyond which an export warns
 
@@ -127,7 +129,7 @@ def export(
         if lossy:
             shards = plan_shards(items)
             writers = [FolderWriter(places[k], shards, {"format": "pt"}) for k in lossy]
-            combine(items, columns[:, lossy], FoldersSink(writers), engine)
+            combine(items, columns[:, lossy], into(*writers), engine)
             for writer in writers:
                 writer.finish()
                 copy_config(base_folder, writer.folder, dtype)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tvb_mergekit.atomic import write_file
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.tensors.writing import checksum_of
+from tvb_mergekit.tensors.output import checksum_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

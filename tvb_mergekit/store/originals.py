@@ -18,12 +18,11 @@ import torch
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.facts import StoredFile, record_of
 from tvb_mergekit.tensors.checkpoint import RESTORE, TOKENIZER_FILES, Checkpoint
-from tvb_mergekit.tensors.coding import keep
-from tvb_mergekit.tensors.lossless import Coded
+from tvb_mergekit.tensors.coding import Coded, keep
+from tvb_mergekit.tensors.output import FolderWriter, checksum_of, into, plan_shards
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Engine, Item, Part, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
-from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, checksum_of, plan_shards
 
 REST, ABOUT = "rest.safetensors", "original.json"
 # Of the base that a model without tokenizer gets
@@ -107,8 +106,7 @@ def restore(
             raise ValueError("a file has a path instead of a name")
         sources: list[Weights] = [vector]
         if (folder / REST).is_file():
-            sources.insert(0, Coded(folder / REST))
-            sources[0].base = base
+            sources.insert(0, Coded(folder / REST, base))
         items = []
         for name in names:
             source = next(each for each in sources if name in each.tensors)
@@ -118,7 +116,7 @@ def restore(
     except (OSError, ValueError, LookupError, TypeError, StopIteration, RecursionError) as error:
         raise UserError(f"{folder / ABOUT}: cannot be read ({error}); {RESTORE}") from error
     writer = FolderWriter(out, plan_shards(items), {"format": "pt"})
-    combine_pass(items, {}, FoldersSink([writer]), engine, title="Models")
+    combine_pass(items, {}, into(writer), engine, title="Models")
     writer.finish()
     for name, checksum in files.items():
         places = [folder / name, *([] if base_folder is None else [base_folder / name])]

@@ -1,4 +1,8 @@
-"""Basis and merged model from a recipe's settings and its tensors, by `passes`."""
+"""Basis and merged model from a recipe's settings and its tensors.
+
+Methods that combine entries work by `passes`. Others merge matrices one by one, with all inputs of
+one matrix in memory; tensors of three dimensions by slices.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,20 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
-from tvb_mergekit.core.basis import Basis, Combination, before_gram, build, check_not_zero
-from tvb_mergekit.core.gram import NO_TENSOR, GramSums, factor_gram
+import torch
+from torch import Tensor
+
+from tvb_mergekit.core.basis import Basis, Combination, Step, before_gram, build, check_not_zero
+from tvb_mergekit.core.gram import NO_TENSOR, Factors, GramSums, cores_of, factor_gram
+from tvb_mergekit.core.matrices import rounding_noise
+from tvb_mergekit.core.settings import GLOBAL_KEYS, METHODS, Settings
 from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.names import TRANSPOSED
 from tvb_mergekit.progress import silent
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.matrices import count_matrices, merge_matrices
 from tvb_mergekit.tensors.passes import (
     RunningSums,
     alone_of,
@@ -23,10 +31,11 @@ from tvb_mergekit.tensors.passes import (
     count_pass,
     gram_pass,
 )
-from tvb_mergekit.tensors.stream import Engine, Item, Sink
+from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
 
 LOG = logging.getLogger(__name__)
+FAR = 3  # a merge this many times as long as its bases together gets a warning
 
 
 def build_basis(tasks: TaskSet, engine: Engine = Engine(), *, inner: bool = False) -> Basis:
@@ -121,34 +130,32 @@ def merge_items(
     engine: Engine = Engine(),
     *,
     alone: bool = False,
-    add_base: bool = True,
 ) -> None:
-    """Write the merged tensors to `sink`; see `combine_pass`.
+    """Give `sink` the merged tensors; see `combine_pass`.
 
     A basis that waits gets the norms of the task vectors.
 
     Args:
         items: their inputs are those of `basis`, in order. An item without `tunables` stays the
             base's.
-        alone, add_base: as in `Combination.step`; a merge of all terms adds fl(scale * direction)
-            last.
+        alone: as in `Combination.step`; a merge of all terms adds fl(scale * direction) last.
 
     Raises:
         UserError: a result overflows its dtype; NaN, infinity or a zero task vector, if the basis
             waits.
     """
     items = [item if item.tunables else alone_of(item) for item in items]
-    settings, moving = basis.settings, [item for item in items if item.tunables]
+    moving = [item for item in items if item.tunables]
     waits = isinstance(basis, Basis) and basis.waits and (moving or ranks.world().size > 1)
     sums = RunningSums(basis.tasks, inner=False) if waits else None
-    matrices = {i.name: count_matrices(settings, i, basis.num_bases) for i in moving}
+    matrices = {i.name: count_matrices(basis.settings, i, basis.num_bases) for i in moving}
     if total := sum(matrices.values()):  # they take nearly all of the time
         update = engine.progress("Merged model", total, "matrix")
         engine = replace(engine, progress=silent)
     else:
         update = engine.progress("Merged model", sum(item.nbytes for item in items))
-        engine = engine.under(update)
-    step_of = functools.lru_cache(partial(basis.step, add_base=add_base))  # most are alike
+        engine = replace(engine, progress=lambda *_: update)
+    step_of = functools.lru_cache(basis.step)  # most are alike
 
     pending, far = 0, list[str]()  # the bar ends with the last tensor, and not the last matrix
     for name, group in itertools.groupby(items, lambda i: i.name if matrices.get(i.name) else None):
@@ -157,13 +164,10 @@ def merge_items(
             steps = {each.name: step_of(each.tunables, alone) for each in some if each.tunables}
             combine_pass(some, steps, sink, engine, sums=sums)
             continue
-        item, tunables = some[0].loaded(), some[0].tunables
-        assert tunables is not None
-        scale, added = (1.0 if alone else tunables.lambda_ * basis.scale), add_base and not alone
-        for is_far in merge_matrices(basis, item, scale, sink, added, engine, sums):
+        for is_far in merge_matrices(basis, some[0].loaded(), sink, engine, alone, sums):
             update(pending)
             pending = 1
-            far += [item.name] * is_far
+            far += [name] * is_far
     if pending:
         update(pending)
     if sums is not None and isinstance(basis, Basis):
@@ -173,4 +177,189 @@ def merge_items(
             "%s merges to far more than its bases together: %s; give it a shorter `flow_time` or "
             "a small lambda"
         )
-        LOG.warning(told, settings.method, listed(far))
+        LOG.warning(told, basis.settings.method, listed(far))
+
+
+def settings_over(base: Weights, settings: Settings) -> Settings:
+    """The settings with the default of `transposed` for this base."""
+    pattern = TRANSPOSED.get(base.model_type or "")
+    used = settings.method in GLOBAL_KEYS["transposed"].methods
+    return settings.but(transposed=pattern) if used and not settings.transposed else settings
+
+
+def count_matrices(settings: Settings, item: Item, bases: int) -> int:
+    """The number of matrices in a tensor; 0 if it is merged as a vector."""
+    if not settings.is_matrix(item.name, item.shape):
+        return 0
+    if settings.method == "basis_tsvm" and min(item.shape[-2:]) < bases:
+        return 0  # such as a row: a basis would have no direction of its own
+    return 1 if len(item.shape) == 2 else item.shape[0]
+
+
+def check_matrices(settings: Settings, items: Sequence[Item]) -> None:
+    """Raise UserError if `matrices` does not match the name of a matrix."""
+    if settings.matrices is None or any(settings.is_matrix(i.name, i.shape) for i in items):
+        return
+    raise UserError(
+        f"`matrices` is {settings.matrices!r}: it is found in the name of no tensor of two "
+        "or three dimensions that takes part; leave it out, or mend it"
+    )
+
+
+def merge_matrices(
+    basis: Combination,
+    item: Item,
+    sink: Sink,
+    engine: Engine,
+    alone: bool,
+    sums: RunningSums | None,
+) -> Iterator[bool]:
+    """Merge each matrix of a loaded tensor in two or three dimensions; yield as `_write`."""
+    settings, shape, tunables = basis.settings, item.shape[-2:], item.tunables
+    assert tunables is not None
+    scale, encoder = 1.0 if alone else tunables.lambda_ * basis.scale, _merged_encoder(basis)
+    size = shape[0] * shape[1]
+    for number, first in enumerate(range(0, max(1, item.numel), max(1, size))):
+        matrix = replace(item, first=first, shape=shape)
+        updates = item.updates(number) if item.factored else []
+        if updates and sum(each.rank for each in updates) < min(shape):
+            left, cores, right = cores_of(updates)
+            bases = _combined(cores, encoder)
+            core = _by_inputs(settings, matrix, bases).double()
+            merged = (left @ core).float() @ right.T.float()
+        else:
+            bases = _bases_of(matrix, encoder, engine, sums)
+            noise, drawn = _noise(matrix, bases), _drawn(matrix, encoder)
+            merged = _by_inputs(settings, matrix, bases, noise, drawn)
+        yield _write(matrix, merged, bases, sink, engine, scale, not alone)
+
+
+def merge_one(
+    item: Item, encoder: Tensor, merging: Callable[[Tensor], Tensor], sink: Sink, engine: Engine
+) -> None:
+    """Write theta_0 + D of one tensor.
+
+    Args:
+        encoder: of the bases, from the inputs of `item`, [N, M].
+        merging: the bases [M, ...] -> D [...], float32.
+    """
+    item = item.loaded()
+    bases = _bases_of(item, encoder, engine)
+    with torch.no_grad():
+        merged = merging(bases)
+    _write(item, merged, bases, sink, engine)
+
+
+def merged_factors(basis: Combination, item: Item) -> Factors:
+    """The factors of a merged matrix from those of its updates, without loss: no larger matrix.
+
+    All methods except TIES commute with P and Q of `cores_of`: the cores are merged.
+
+    Args:
+        item: with `tunables`, a matrix that is `factored`.
+
+    Returns:
+        Factors U S^1/2 and S^1/2 V^T, of as many directions as are not zero in float32.
+    """
+    values = item.tunables
+    assert values is not None
+    left, cores, right = cores_of(item.updates())
+    if count_matrices(basis.settings, item, basis.num_bases):
+        bases = _combined(cores, _merged_encoder(basis))
+        core = _by_inputs(basis.settings, item, bases) * (values.lambda_ * basis.scale)
+    else:
+        terms = [scale * w for scale, w in basis.terms(values)]
+        core = _combined(cores, torch.stack(terms).sum(0))[0]
+    near, sizes, far = torch.linalg.svd(core.double(), full_matrices=False)
+    rank = int((sizes > 1e-6 * sizes[:1].sum()).sum())
+    roots = sizes[:rank].sqrt()
+    halves = left @ (near[:, :rank] * roots), (roots[:, None] * far[:rank]) @ right.T
+    return Factors(halves[0].float(), halves[1].float())
+
+
+def _merged_encoder(basis: Combination) -> Tensor:
+    """From the inputs to the bases that the method merges, [N, M], or to their sum, [N, 1]."""
+    encoder = basis.weighted_encoder
+    return encoder.sum(1, keepdim=True) if basis.settings.sum_alone else encoder
+
+
+def _combined(cores: Tensor, encoder: Tensor) -> Tensor:
+    """[M, p, q] float32 of [T, p, q] and [T, M]."""
+    return torch.einsum("tpq,tm->mpq", cores, encoder).float()
+
+
+def _bases_of(
+    item: Item, encoder: Tensor, engine: Engine, sums: RunningSums | None = None
+) -> Tensor:
+    """The bases [M, *shape] of a loaded item, float32 on the device; `sums` of the inputs."""
+    count = encoder.shape[1]
+    bases = torch.empty(count, item.numel, device="cpu")
+
+    def hold(_item: Item, start: int, stop: int, values: Tensor) -> None:
+        bases[:, start - item.first : stop - item.first] = values
+
+    plain, quiet = replace(item, out=torch.float32), replace(engine, progress=silent)
+    combine_pass([plain], {item.name: Step.of(encoder)}, hold, quiet, sums=sums)
+    return bases.view(count, *item.shape).to(engine.device)
+
+
+def _by_inputs(
+    settings: Settings,
+    item: Item,
+    bases: Tensor,
+    noise: Sequence[float] | None = None,
+    shares: Sequence[float] | None = None,
+) -> Tensor:
+    """D of bases whose inputs are their columns, or their rows if `transposed`.
+
+    Args:
+        noise: the largest singular value that rounding to 16 bits makes in each B_m, [M].
+        shares: of the entries that each B_m has, if it is a random sample, [M].
+    """
+    # `rank` is that of the whole matrix: bases P B_m Q^T are merged as B_m, P and Q orthonormal
+    known = {"noise": noise, "shares": shares, "rank": min(item.shape[-2:])}
+    turned = settings.is_transposed(item.name)
+    with torch.no_grad():
+        merged: Tensor = METHODS[settings.method](settings, bases.mT if turned else bases, **known)
+    return merged.T if turned else merged
+
+
+def _noise(matrix: Item, bases: Tensor) -> list[float] | None:
+    """The noise of each basis [m, n] if the inputs are differences that were rounded to 16 bits."""
+    for part in matrix.inputs:
+        if part.holds == "delta" and part.dtype in (torch.bfloat16, torch.float16):
+            return [rounding_noise(base, part.dtype) for base in bases]
+    return None
+
+
+def _drawn(matrix: Item, encoder: Tensor) -> list[float] | None:
+    """The share of the entries that each basis has of random samples, [M]; None if of all."""
+    shares = torch.tensor([part.share for part in matrix.inputs], dtype=torch.float64)
+    if shares.eq(1).all():
+        return None
+    squares = encoder.square()
+    found: list[float] = (shares @ squares / squares.sum(0)).nan_to_num(1.0).tolist()
+    return found  # 1 of a zero basis
+
+
+def _write(
+    matrix: Item,
+    merged: Tensor,
+    bases: Tensor,
+    sink: Sink,
+    engine: Engine,
+    scale: float = 1.0,
+    add_base: bool = True,
+) -> bool:
+    """Write theta_0 (or 0) + scale * D.
+
+    Returns:
+        Whether D is more than FAR times as long as all bases together.
+    """
+    together = sum(float(torch.linalg.vector_norm(base)) for base in bases)
+    merged = merged.to("cpu")
+    direction = replace(Part.in_memory(merged, matrix.first), holds="delta")
+    step = Step([(scale, torch.ones(1, 1))], add_base)
+    quiet = replace(engine, progress=silent)
+    combine_pass([replace(matrix, inputs=(direction,))], {matrix.name: step}, sink, quiet)
+    return float(torch.linalg.vector_norm(merged)) > FAR * together

@@ -1,18 +1,35 @@
-"""The output folder: checked before the work, written next to its place, renamed when complete."""
+"""Outputs: folders that are checked before the work, and appear when they are complete.
+
+In a safetensors file (https://huggingface.co/docs/safetensors) all shapes and offsets stand in
+front. So every tensor has its place before it is computed: pieces are written in any order and by
+any thread, and no complete tensor is in memory.
+"""
 
 from __future__ import annotations
 
 import atexit
 import glob
+import json
 import logging
+import math
 import os
 import shutil
+import struct
 import tempfile
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
+
+import torch
+import xxhash
+from torch import Tensor
 
 from tvb_mergekit.errors import UserError, check_names, listed, megabytes
-from tvb_mergekit.tensors.checkpoint import weight_files
+from tvb_mergekit.tensors import ranks
+from tvb_mergekit.tensors.checkpoint import NAMES, OwnFile, weight_files
+from tvb_mergekit.tensors.stream import Item, Sink
 
 LOG = logging.getLogger(__name__)
 # Files of a merge besides weights, which an existing output folder must not have.
@@ -21,6 +38,9 @@ WRITTEN = tuple(
     "tokenizer.json tokenizer_config.json special_tokens_map.json tokenizer.model vocab.json "
     "merges.txt chat_template.jinja".split()
 )
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000  # mergekit's and transformers' default
+MARKER = "tvb_basis"  # in the metadata of a vector of a store: a difference, not a model
 
 
 def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
@@ -41,11 +61,10 @@ def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ())
             how = "lies in"
         if how:
             raise UserError(f"the output folder {out} {how} the input {path}; name another folder")
-    place = existing(Path(target))
-    if not place.is_dir():
-        raise UserError(f"the output {out}: {place} is a file; name a folder")
-    if not os.access(place, os.W_OK):
-        raise UserError(f"the output {out}: {place} is not writable; name another folder")
+    place = _existing(target)
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        why = "not writable" if place.is_dir() else "a file"
+        raise UserError(f"the output {out}: {place} is {why}; name another folder")
     if found := weight_files(target):
         raise UserError(
             f"the output folder {out} already holds weight files ({listed(found, 4)}); delete them "
@@ -71,7 +90,7 @@ def check_new_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ()) ->
 
 def check_disk(out: str | os.PathLike[str], nbytes: int) -> None:
     """Raise UserError unless the disk of `out` has room for `nbytes` and 1 % of file overhead."""
-    free = shutil.disk_usage(existing(Path(os.path.realpath(out)))).free
+    free = shutil.disk_usage(_existing(os.path.realpath(out))).free
     needed = nbytes + nbytes // 100 + 2**20
     if free < needed:
         raise UserError(
@@ -80,8 +99,8 @@ def check_disk(out: str | os.PathLike[str], nbytes: int) -> None:
         )
 
 
-def existing(path: Path) -> Path:
-    return next(place for place in (path, *path.parents) if place.exists())
+def _existing(path: str) -> Path:
+    return next(place for place in (Path(path), *Path(path).parents) if place.exists())
 
 
 class StagedFolder:
@@ -130,3 +149,123 @@ def warn_of_stale_parts(out: str | os.PathLike[str]) -> None:
     beside = target.parent.glob(f"{glob.escape(target.name)}.partial-*")
     for path in sorted(map(str, [*beside, *target.glob(".partial-*")])):
         LOG.warning("%s was left by a merge that was killed or still runs; delete it if not", path)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file: its name, and its tensors in order."""
+
+    name: str
+    items: tuple[Item, ...]
+
+
+def header_of(
+    metadata: Mapping[str, str],
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    length: int = 0,
+) -> bytes:
+    """The first bytes of a file with these tensors in this order.
+
+    They are the length, JSON, and blanks to a multiple of 8 or to `length`.
+    """
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    place = 0
+    for name, (dtype, shape) in tensors.items():
+        stop = place + math.prod(shape) * dtype.itemsize
+        told = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [place, stop]}
+        entries[name], place = told, stop
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * max(-len(text) % 8, length - 8 - len(text))
+    return struct.pack("<Q", len(text)) + text
+
+
+def plan_shards(items: Sequence[Item], limit: int = SHARD_BYTES) -> list[Shard]:
+    """Cut the items, in order, into files of at most `limit` bytes (or one tensor)."""
+    groups, size = [list[Item]()], 0
+    for item in items:
+        if groups[-1] and size + item.written > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(item)
+        size += item.written
+    if len(groups) == 1:
+        return [Shard("model.safetensors", tuple(items))]
+    ends = f"of-{len(groups):05d}.safetensors"
+    return [Shard(f"model-{k:05d}-{ends}", tuple(group)) for k, group in enumerate(groups, 1)]
+
+
+class FolderWriter:
+    """The weight files of one folder. Of several processes, the leader makes them, before all."""
+
+    def __init__(self, folder: Path, plan: Sequence[Shard], metadata: Mapping[str, str]) -> None:
+        self.folder, self.plan, self._local = folder, plan, threading.local()
+        self._places: dict[str, tuple[Path, int]] = {}  # file and first byte of each tensor
+        for shard in plan:
+            header = header_of(metadata, {i.name: (i.out, i.shape) for i in shard.items})
+            place, path = len(header), folder / shard.name
+            for item in shard.items:
+                self._places[item.name] = path, place
+                place += item.written
+            if ranks.world().leads:
+                folder.mkdir(parents=True, exist_ok=True)
+                with path.open("wb") as file:
+                    file.write(header)
+                    file.truncate(place)
+        ranks.world().led(lambda: None)
+
+    def write(self, item: Item, start: int, values: Tensor) -> None:
+        """Write elements of a tensor, from `start` on, at their place; in any thread."""
+        path, place = self._places[item.name]
+        if getattr(self._local, "path", None) != path:  # a thread holds one file open
+            self._local.path, self._local.file = path, OwnFile(path, "r+b")
+        file: OwnFile = self._local.file
+        file.seek(place + start * item.out.itemsize)
+        data = cast(memoryview, values.contiguous().view(torch.uint8).numpy())
+        done = 0
+        while done < len(data):  # Linux writes 2 GB at most
+            done += file.write(data[done:])
+
+    def finish(self) -> None:
+        """Write the index, if there are several files."""
+        self._local = threading.local()  # closes this thread's file
+        if ranks.world().leads and len(self.plan) > 1:
+            where = {item.name: shard.name for shard in self.plan for item in shard.items}
+            total = sum(item.written for shard in self.plan for item in shard.items)
+            index = {"metadata": {"total_size": total}, "weight_map": where}
+            text = json.dumps(index, indent=2) + "\n"
+            (self.folder / INDEX).write_text(text, encoding="utf-8")
+
+
+def into(*writers: FolderWriter) -> Sink:
+    """A sink that writes output k to folder k."""
+
+    def write(item: Item, start: int, stop: int, values: Tensor) -> None:
+        for writer, row in zip(writers, values.expand(len(writers), -1), strict=True):
+            writer.write(item, start, row)
+
+    return write
+
+
+class MemorySink:
+    """A sink that keeps all outputs of each item, `held` [K, numel], and so K state dicts."""
+
+    def __init__(self, items: Sequence[Item], outputs: int = 1) -> None:
+        self.held = {
+            i.name: torch.empty(outputs, i.numel, dtype=i.out, device="cpu") for i in items
+        }
+        self.states = [
+            {item.name: self.held[item.name][k].view(item.shape) for item in items}
+            for k in range(outputs)
+        ]
+
+    def __call__(self, item: Item, start: int, stop: int, values: Tensor) -> None:
+        self.held[item.name][:, start:stop] = values
+
+
+def checksum_of(path: Path) -> str:
+    """xxh3_128 of a file."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(2**24):
+            digest.update(block)
+    return digest.hexdigest()

@@ -181,7 +181,7 @@ class RunningSums:
         if found is None or item.counted_as not in (None, item.name):  # a tensor's second name
             return
         self._open.append(found)
-        if piece.stop < item.numel:
+        if piece.stop < item.first + item.numel:
             return
         own, base_squares = (torch.stack(each).sum(0) for each in zip(*self._open, strict=True))
         gram, square = symmetric(own), float(base_squares)
@@ -291,7 +291,7 @@ def combine_pass(
                 if torch.isfinite(base).all() and torch.isfinite(tau).all():
                     raise
                 raise UserError(_not_finite(item, sums)) from error
-        sink.write(item, piece.start, piece.stop, values.cpu())  # a held base may be on a GPU
+        sink(item, piece.start, piece.stop, values.cpu())  # a held base may be on a GPU
         return found
 
     for piece, found in run(items, work, engine, title, extra):

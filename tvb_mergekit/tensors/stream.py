@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.gram import Factors
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.progress import Progress, Update, silent
+from tvb_mergekit.progress import Progress, silent
 
 Holds = Literal["weight", "delta"]
 SAMPLE = 1024  # elements at the start, middle and end of each tensor that enter a fingerprint
@@ -206,9 +206,10 @@ class Part:
         return cls(info.dtype, read, held, holds, *known)
 
     @classmethod
-    def in_memory(cls, tensor: Tensor) -> Part:
+    def in_memory(cls, tensor: Tensor, first: int = 0) -> Part:
+        """A tensor as the elements of a larger one from `first` on."""
         flat = tensor.detach().reshape(-1)
-        return cls(tensor.dtype, lambda start, stop, _: flat[start:stop], held=True)
+        return cls(tensor.dtype, lambda a, b, _: flat[a - first : b - first], held=True)
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,7 @@ class Item:
         tunables: The values of lambda, alpha and density; None: the base's own, in a merge.
         load: Gives the tensors of `parts` complete, if they cannot be read in pieces. A pass calls
             it just before it reads them, and drops them afterwards.
+        first: The place of its first element, if it is one matrix of a larger tensor.
     """
 
     name: str
@@ -234,6 +236,7 @@ class Item:
     counted_as: str | None = None
     tunables: Tunables | None = None
     load: Callable[[], Sequence[Tensor]] | None = None
+    first: int = 0
 
     @property
     def numel(self) -> int:
@@ -281,12 +284,7 @@ class Item:
 
     def whole(self, part: Part) -> Tensor:
         buffer = torch.empty(0 if part.held else self.numel, dtype=part.dtype, device="cpu")
-        return part.read(0, self.numel, buffer)
-
-
-def written_bytes(items: Iterable[Item]) -> int:
-    """Bytes of an output of all items."""
-    return sum(item.written for item in items)
+        return part.read(self.first, self.first + self.numel, buffer)
 
 
 @dataclass(frozen=True)
@@ -310,20 +308,15 @@ def pieces_of(items: Sequence[Item], length: int) -> Iterator[Piece]:
     """Cut items into pieces of at most `length` elements; an empty tensor is one piece."""
     for item in items:
         item = item.loaded()
-        for start in range(0, max(1, item.numel), length):
-            yield Piece(item, start, min(start + length, item.numel))
+        stop = item.first + item.numel
+        for start in range(item.first, max(item.first + 1, stop), length):
+            yield Piece(item, start, min(start + length, stop))
 
 
-class Sink(Protocol):
-    """A receiver of outputs.
-
-    Several threads call `write` with the pieces of a pass, in any order. `values` [outputs, stop -
-    start] are in `item.out`, on the CPU; [1, stop - start] are those of all outputs.
-    """
-
-    def write(self, item: Item, start: int, stop: int, values: Tensor) -> None: ...
-
-
+# A receiver of outputs: sink(item, start, stop, values). Several threads call it with the pieces of
+# a pass, in any order. `values` [outputs, stop - start] are in `item.out`, on the CPU; those with
+# one row are of all outputs.
+Sink = Callable[[Item, int, int, Tensor], None]
 CPU = torch.device("cpu")
 
 
@@ -333,10 +326,6 @@ class Engine:
 
     device: torch.device = CPU
     progress: Progress = silent
-
-    def under(self, update: Update) -> Engine:
-        """An engine whose passes all move one bar."""
-        return replace(self, progress=lambda *_: update)
 
 
 def device_of(name: torch.device | str) -> torch.device:

@@ -28,9 +28,8 @@ from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.plugin.planner import planned
 from tvb_mergekit.plugin.run import merge
 from tvb_mergekit.tensors.merging import merge_items
-from tvb_mergekit.tensors.output import check_disk
+from tvb_mergekit.tensors.output import FolderWriter, check_disk, into, plan_shards
 from tvb_mergekit.tensors.stream import Item
-from tvb_mergekit.tensors.writing import FoldersSink, FolderWriter, plan_shards
 
 LOG = logging.getLogger(__name__)
 CHUNK = 2**22  # elements that are moved at a time
@@ -80,7 +79,7 @@ class TunedRecipe:
             for name, items in (("start", starts), ("direction", directions)):
                 writer = FolderWriter(work / name, plan_shards(items, sys.maxsize), {})
                 alone = items is directions
-                merge_items(basis, items, FoldersSink([writer]), plan.engine, alone=alone)
+                merge_items(basis, items, into(writer), plan.engine, alone=alone)
                 writer.finish()
             return (-1.0 if self.key == "alpha" else basis.scale), moving
 
