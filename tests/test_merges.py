@@ -1,5 +1,6 @@
 """Every merge equals the dense reference in float64, whatever is merged and by which command."""
 
+import copy
 import math
 import os
 import re
@@ -18,14 +19,11 @@ import transformers
 from commands import Result, assert_close, assert_same, merge, recipe, slices, tvb, write
 from mergekit import merge_methods
 from reference import Dense, expect, flat
-from safetensors.torch import save_file
 from tiny import TASKS, family, llama, load
 from torch import Tensor
-from worlds import ARCHITECTURES, EMBEDDING, FAMILIES, HEAD, THREE, Models, World
+from worlds import ARCHITECTURES, EMBEDDING, FAMILIES, HEAD, THREE, Models, World, save, state_dicts
 
 import tvb_mergekit
-from tvb_mergekit.core.basis import encode
-from tvb_mergekit.core.settings import resolve_settings
 
 Tensors = Mapping[str, Tensor]
 FAST = {"steps": 300}
@@ -36,7 +34,7 @@ FORGET = {"forget": "code", "alpha": 0.7}
 FORGOTTEN = {**PCA, **FORGET}
 SCALED = {"lambda_scale": "tasks"}
 BY_TASKS = {**BALANCED, **SCALED}
-TVB, LIBRARY = "tvb merge", "tvb_mergekit"
+TVB = "tvb merge"
 COARSE = ("mixed dtypes", "store in bfloat16")
 TA, TIES, NEGATE = "basis_ta", "basis_ties", "basis_negate"
 ISO, TSVM, WUDI = "basis_iso", "basis_tsvm", "basis_wudi"
@@ -165,56 +163,14 @@ CASES = {
     # other commands
     "tvb merge": Case("mixed dtypes", TIES, BALANCED, TVB),
     "tvb merge, experts": Case("mixtral", TIES, PCA, TVB),
-    "library": Case("safetensors", TA, {**PCA, "lambda": 0.3}, LIBRARY, own=WEIGHTS),
-    "library, exclude": Case("twice", TIES, {**BALANCED, "exclude": "kernel",
-        "merge_func": "mean"}, LIBRARY),
-    "library, negate": Case("ckpt", NEGATE, {**PCA, "forget": "code, safety", "alpha": 0.6,
-        "lambda": 0.1}, LIBRARY),
-    "library, wudi": Case("safetensors", WUDI, BALANCED, LIBRARY),
 }  # fmt: skip
 
 
-BUILT = {"basis", "num_bases", "exclude"}  # keys of the library's `build`
-# The tensors, the stored basis, and the folder if there is one
-Merged = tuple[Tensors, Mapping[str, Any], Result | None]
-
-
-def by_command(case: Case, models: Models, out: Path) -> Merged:
-    args, result = list(case.args), Result(out)
-    if case.driver == "tvb merge":
-        tvb("merge", write(case.document(models), out), out, "--quiet", *args)
-    else:
-        merge(case.document(models), out, *args, command=case.driver)
-    return result.tensors, result.basis, result
-
-
-def by_library(case: Case, models: Models, out: Path) -> Merged:
-    states = dict(zip(("base", *models.tasks), models.states, strict=True))
-    before = {key: {n: t.clone() for n, t in state.items()} for key, state in states.items()}
-    own = {
-        key: {task: case.own.get(n, {}).get(key, default(task))
-              for n, task in enumerate(models.tasks)}
-        for key, default in (("weight", lambda task: 1.0), ("task", str))
-    }  # fmt: skip
-    base, *listed = models.states
-    named = {own["task"][t]: state for t, state in zip(models.tasks, listed, strict=True)}
-    weights = {own["task"][task]: weight for task, weight in own["weight"].items()}
-    built = {key: value for key, value in case.keys.items() if key in BUILT}
-    given = {k.replace("lambda", "lambda_"): case.keys[k] for k in case.keys.keys() - BUILT}
-    bases = tvb_mergekit.build(base, named, weights=weights, **built)
-    merged = tvb_mergekit.merge(bases, base, case.method, **given)
-    assert {n: t.dtype for n, t in merged.items()} == {n: t.dtype for n, t in base.items()}
-    for key, state in states.items():
-        assert all(torch.equal(t, before[key][name]) for name, t in state.items()), "changed"
-    storage = {t.untyped_storage().data_ptr() for s in states.values() for t in s.values()} - {0}
-    assert all(t.untyped_storage().data_ptr() not in storage for t in merged.values())
-    stored = {}
-    if case.keys.get("basis") == "balanced":  # the formulas leave its rotation open
-        settings = resolve_settings(case.method, case.keys, models.tasks)
-        found = encode(torch.from_numpy(dense_of(case, models).gram), settings).encoder
-        assert found is not None
-        stored["encoder"] = found.numpy()
-    return merged, stored, None
+def run(case: Case, models: Models, out: Path) -> Result:
+    if case.driver == TVB:
+        tvb("merge", write(case.document(models), out), out, "--quiet", *case.args)
+        return Result(out)
+    return merge(case.document(models), out, *case.args)
 
 
 def dense_of(case: Case, models: Models) -> Dense:
@@ -231,8 +187,8 @@ def test_equals_the_dense_reference(name: str, world: World, tmp_path: Path) -> 
     case = CASES[name]
     models = world(case.models)
     tasks = [case.own.get(n, {}).get("task", task) for n, task in enumerate(models.tasks)]
-    run = by_library if case.driver == LIBRARY else by_command
-    tensors, stored, result = run(case, models, tmp_path / "out")
+    result = run(case, models, tmp_path / "out")
+    tensors, facts = result.tensors, result.facts
     dense = dense_of(case, models)
     key, _, of_tensor = case.varying or ("", [], float)
     keys = {**models.keys, **case.keys}
@@ -246,21 +202,19 @@ def test_equals_the_dense_reference(name: str, world: World, tmp_path: Path) -> 
         rebuilt = bases @ models.decoder + mean
         want = reference.merged(dense, case.method, keys, bases, rebuilt, tasks, varying)
     else:
-        want = expect(dense, case.method, keys, stored, tasks, varying)
+        want = expect(dense, case.method, keys, result.basis, tasks, varying)
     if want.boundary is not None:
         share = sum(int(b.sum()) for b in want.boundary.values()) / len(dense.theta)
         # task vectors between bfloat16 checkpoints have many equal magnitudes
         assert share <= (0.03 if case.models in COARSE else 5e-3), share
     left = set(dense.base) - set(dense.names) - set(models.same)
     assert set(dense.base) - set(models.same) <= set(tensors) <= {*dense.base, *models.same}
-    if result is not None:
-        facts = result.facts
-        assert facts["num_parameters"] == len(dense.theta) and facts["tasks"] == tasks
-        assert left == set(facts["left_out"]) - set(models.same)
-        assert all(tensor.dtype == torch.float32 for n, tensor in tensors.items() if n not in left)
-        assert not key or facts["parameters"][key] == sorted({of_tensor(n) for n in dense.names})
-        if models.loader:
-            tensors = loaded(models.loader, result)
+    assert facts["num_parameters"] == len(dense.theta) and facts["tasks"] == tasks
+    assert left == set(facts["left_out"]) - set(models.same)
+    assert all(tensor.dtype == torch.float32 for n, tensor in tensors.items() if n not in left)
+    assert not key or facts["parameters"][key] == sorted({of_tensor(n) for n in dense.names})
+    if models.loader:
+        tensors = loaded(models.loader, result)
     flows = case.method == WUDI and keys.get("flow_time") != "exact"  # in float32
     strict = 2e-5 if flows else 2e-6
     assert_close(tensors, want.tensors, dense.base, want.boundary, strict)
@@ -281,6 +235,27 @@ def loaded(loader: str, result: Result) -> Tensors:
     if {HEAD, EMBEDDING} <= set(state) and not torch.equal(state[HEAD], state[EMBEDDING]):
         assert not model.config.tie_word_embeddings  # other loaders go by the configuration
     return state
+
+
+@pytest.mark.parametrize("ending", ["ckpt", "bin"])
+def test_the_library_reads_files_and_leaves_states_alone(ending: str, tmp_path: Path) -> None:
+    """Of a training script: pickled and nested, tied, channels last; no memory is shared."""
+    models = state_dicts(tmp_path, ending, twice=True)
+    before, (base, *states) = copy.deepcopy(models.states), map(dict, models.states)
+    listed = dict(zip(models.tasks, states, strict=True))
+    keys, weights = {**PCA, "exclude": "kernel"}, {"math": -1.5, "code": 1.0, "safety": 1.0}
+    case = Case("", NEGATE, {**keys, **FORGET}, own={0: {"weight": -1.5}})
+    dense = dense_of(case, models)
+    want = expect(dense, NEGATE, case.keys, {}, models.tasks).tensors
+    for start, given in ((base, listed), (models.base, models.models)):
+        bases = tvb_mergekit.build(start, given, weights=weights, **keys)
+        merged = tvb_mergekit.merge(bases, start, NEGATE, **FORGET)
+        assert_close(merged, want, base)
+        assert all(merged[n].dtype == t.dtype for n, t in base.items())
+        used = {t.data_ptr() for state in (base, *states) for t in state.values()} - {0}
+        assert not used & {tensor.data_ptr() for tensor in merged.values()}
+    for old, new in zip(before, (base, *states), strict=True):
+        assert all(torch.equal(tensor, new[name]) for name, tensor in old.items())
 
 
 def test_balanced_addition_is_mergekit_s_task_arithmetic_over_all_tasks(world, tmp_path):
@@ -466,7 +441,7 @@ def change_unsampled(folder: Path) -> None:
     before = path.stat()
     state = {name: tensor.clone() for name, tensor in load(folder).items()}
     state["model.embed_tokens.weight"].view(-1)[2000:5000] += 0.5
-    save_file(state, path, metadata={"format": "pt"})
+    save(folder, state)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert path.stat().st_size == before.st_size
 
@@ -498,38 +473,29 @@ def test_mergekit_multi_merges_what_it_has_merged(inputs, tmp_path):
 
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
-FAULTS: list[tuple[str, dict[str, Any], float | None, str]] = [
-    ("basis_ta", BALANCED, None, "task `code`: its task vector is zero"),
-    ("basis_iso", BALANCED, -math.inf, f"tensor `{WEIGHT}` of task `code` holds 0 NaN and 1"),
-    ("basis_ties", {"basis": "none"}, math.nan, f"tensor `{WEIGHT}` of task `code` holds 1 NaN"),
+NAN, ONE = f"tensor `{HEAD}` of task `code` holds 1 NaN", {"basis": "pca", "num_bases": 1}
+FAULTS: list[tuple[str, str, dict[str, Any], str, float, str]] = [
+    ("llama", TA, BALANCED, "", 0.0, "task `code`: its task vector is zero"),
+    ("llama", ISO, BALANCED, WEIGHT, -math.inf, f"`{WEIGHT}` of task `code` holds 0 NaN and 1"),
+    ("llama", TIES, NONE, WEIGHT, math.nan, f"tensor `{WEIGHT}` of task `code` holds 1 NaN"),
+    # a tensor that counts under another name is not summed
+    ("tied", TA, NONE, HEAD, math.nan, NAN),
+    ("tied", TA, ONE, HEAD, math.nan, NAN),
 ]
 
 
-@pytest.mark.parametrize(("method", "keys", "value", "said"), FAULTS)
-def test_a_fault_leaves_nothing(method, keys, value, said, world, tmp_path):
+@pytest.mark.parametrize(("family", "method", "keys", "name", "value", "said"), FAULTS)
+def test_a_fault_leaves_nothing(family, method, keys, name, value, said, world, tmp_path):
     """The model `code` holds a NaN or an infinity, or is the base."""
-    models = world("llama")
+    models = world(family)
     shutil.copytree(models.listed[1], tmp_path / "code")
-    state = load(models.base if value is None else models.listed[1])
-    if value is not None:
-        state[WEIGHT].view(-1)[3] = value
-    save_file(state, tmp_path / "code" / "model.safetensors", metadata={"format": "pt"})
+    state = dict(models.states[2 if name else 0])
+    if name:
+        state[name] = state.get(name, state[EMBEDDING]).clone()
+        state[name].view(-1)[3] = value
+    save(tmp_path / "code", state)
     listed = [models.listed[0], tmp_path / "code", *models.listed[2:]]
     document = recipe(method, models.base, listed, **keys)
     done = merge(document, tmp_path / "out", "--out-shard-size", "300K", fails=True)
     assert said in done.output
     assert {path.name for path in tmp_path.iterdir()} == {"code", "out.yml"}
-
-
-def test_a_fault_of_a_second_name_is_named(world: World, tmp_path: Path) -> None:
-    """A tensor that counts under another name is not summed, and its NaN stops the merge too."""
-    models = world("tied")
-    shutil.copytree(models.listed[1], tmp_path / "code")
-    state = dict(models.states[2])
-    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
-    state["lm_head.weight"][0, 0] = math.nan
-    save_file(state, tmp_path / "code" / "model.safetensors", metadata={"format": "pt"})
-    for basis in ({"basis": "none"}, {"basis": "pca", "num_bases": 1}):
-        document = recipe("basis_ta", models.base, [models.listed[0], tmp_path / "code"], **basis)
-        told = merge(document, tmp_path / "out", fails=True).output
-        assert "tensor `lm_head.weight` of task" in told and "holds 1 NaN" in told

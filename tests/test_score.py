@@ -67,11 +67,11 @@ def write_results(path: str, scores: Mapping[str, Any], items: int = 100, **othe
     Path(path).write_text(json.dumps(found | other))
 
 
-def write_samples(folder: str, scores: Mapping[str, list[float]]) -> None:
+def write_samples(folder: str, scores: Mapping[str, list[float]], **other: Any) -> None:
     """Results and samples of items as lm-eval 0.4.13 writes them, with another filter's lines."""
     means = {t: (float(np.mean(x)), np.std(x, ddof=1) / len(x) ** 0.5) for t, x in scores.items()}
     counts = {task: {"original": len(own), "effective": len(own)} for task, own in scores.items()}
-    write_results(f"{folder}/m/results_{DATE}.json", means, **{"n-samples": counts})
+    write_results(f"{folder}/m/results_{DATE}.json", means, **{"n-samples": counts} | other)
     for task, own in scores.items():
         lines = []
         for number, score in enumerate(own):
@@ -217,24 +217,36 @@ def test_missing_tasks_are_not_averaged_away(small: Path) -> None:
     assert "no specialists, so no normalized accuracy" in warnings("ta", *BENCH)[0]
 
 
+SEEDED = CONFIG | {"fewshot_seed": 1}
+JUDGE = {"run": {"metadata": {"MERGEBENCH_JUDGE": "mine"}}}
+# The setting that differs and its values, whether items are still paired, and keys of the file
+SETTINGS: list[tuple[str, bool, dict[str, Any]]] = [
+    ("n-shot: 2 and 5", False, {"n-shot": {"run": 5}}),
+    ("chat_template_sha: None and abcdef", False, {"chat_template_sha": "abcdef"}),
+    ("system_instruction_sha: None and 59c3", False, {"system_instruction_sha": "59c3"}),
+    ("fewshot_seed: 1 and 7", False, {"config": CONFIG | {"fewshot_seed": 7}}),
+    ("the task's version: 1.0 and 2.0", False, {"versions": {"run": 2.0}}),
+    ("max_length: 2048 and 64", True, {"max_length": 64}),
+    ("model_dtype: f and g", True, {"config": SEEDED | {"model_dtype": "g"}}),
+    ("limit: None and 7", True, {"config": SEEDED | {"limit": 7}}),
+    ("the hash of items and prompts: a and b", True, {"task_hashes": {"run": "b"}}),
+    ("MERGEBENCH_JUDGE: default and mine", True, {"configs": JUDGE}),
+]
+
+
 def test_what_was_measured_otherwise_is_told(small: Path) -> None:
+    own: dict[str, Any] = {"config": SEEDED, "n-shot": {"run": 2}}
+    write_samples("a", {"run": A}, **own)
+    place = f"a/m/results_{DATE}.json and b/m/results_{DATE}.json"
+    for told, paired, other in SETTINGS:
+        write_samples("b", {"run": A}, **own | other)
+        found, (setting, _, values) = tabled("a", "b")[1], told.partition(": ")
+        wanted = [f"{setting} differs between {place}: run ({values})"]
+        wanted += [] if paired else [f"no paired differences of a and b ({setting} differs): run"]
+        assert [line for line in found["warnings"] if "differs" in line] == wanted
+        assert bool(found["pairs"]) == paired
     write_results("sft.json", {"run": 0.4})
-    judge = {"run": {"metadata": {"MERGEBENCH_JUDGE": "mine"}}}
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"n-shot": {"run": 5}}, "n-shot: 0 and 5"),
-        ({"chat_template_sha": "abcdef"}, "chat_template_sha: None and abcdef"),
-        ({"max_length": 64}, "max_length: 2048 and 64"),
-        ({"config": CONFIG | {"model_dtype": "g"}}, "model_dtype: f and g"),
-        ({"config": CONFIG | {"limit": 7}}, "limit: None and 7"),
-        ({"task_hashes": {"run": "b"}}, "the hash of items and prompts: a and b"),
-        ({"configs": judge}, "MERGEBENCH_JUDGE: default and mine"),
-    ]
     words = ("m.json", *BENCH, "--specialist", "sft.json")
-    for other, told in cases:
-        write_results("m.json", {"run": 0.4}, **other)
-        setting, _, values = told.partition(": ")
-        told = f"{setting} differs between sft.json and m.json: run ({values})"
-        assert warnings(*words) == [told]
     write_results("m.json", {"run": {"score,none": 0.4, "unchecked,none": 0.002}})
     assert "unchecked differs between" in warnings(*words)[0]
     write_results("m.json", {"run": 0.4}, items=10)
@@ -263,23 +275,22 @@ def test_other_metrics_and_earlier_tables(small: Path) -> None:
 
 
 NUMBERS = {
-    f"1{'0' * 5000}": "cannot be read as a result file of lm_eval: Exceeds the limit",
-    "true": "has `score,none` = True: expected a number in [0, 1]",
-    '"0.5"': "has `score,none` = '0.5': expected a number in [0, 1]",
-    "-0.1": "has `score,none` = -0.1: expected",
-    "[0.5]": "has `score,none` = [0.5]: expected",
+    f"1{'0' * 5000}": " cannot be read as a result file of lm_eval: Exceeds the limit",
+    "true": ": add has `KEY` = True: expected a number in [0, 1]",
+    '"0.5"': ": add has `KEY` = '0.5': expected a number in [0, 1]",
+    "-0.1": ": add has `KEY` = -0.1: expected",
+    "[0.5]": ": add has `KEY` = [0.5]: expected",
 }
 
 
-@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number[:9])
-def test_broken_numbers_are_one_line(small: Path, number: str) -> None:
+def test_broken_numbers_are_one_line(small: Path) -> None:
     write_results("m.json", {"add": (0.5, 0.25)})
-    text, place = Path("m.json").read_text(), "Error: m.json"
-    place += " " if "read" in NUMBERS[number] else ": add "
-    for old, key in (('": 0.5', "score,none"), ('": 0.25', "score_stderr,none")):
-        Path("m.json").write_text(text.replace(old, f'": {number}'))
-        line = refused("score", "m.json", *BENCH)
-        assert line.startswith(place + NUMBERS[number].replace("score,none", key))
+    text = Path("m.json").read_text()
+    for number, said in NUMBERS.items():
+        for old, key in (('": 0.5', "score,none"), ('": 0.25', "score_stderr,none")):
+            Path("m.json").write_text(text.replace(old, f'": {number}'))
+            line = refused("score", "m.json", *BENCH)
+            assert line.startswith(f"Error: m.json{said.replace('KEY', key)}"), line
     Path("m.json").write_text(text.replace("0.25", "NaN"))  # lm-eval's, of a single item
     assert row(run("m.json", *BENCH), "Add") == ["50.00"]
 
@@ -446,23 +457,6 @@ def test_other_items_are_not_paired() -> None:
     for path in [*Path().glob("?/m/samples_*")]:
         path.rename(path.with_name(path.name.replace("678901", "678902")))
     assert [line for line in warnings("a", "c", *BENCH) if line.startswith(told)] == []
-
-
-def test_runs_with_other_settings_are_not_paired() -> None:
-    shots = {"config": {"fewshot_seed": 1}, "n-shot": {"add": 2}}
-    for setting, keys in {
-        "system_instruction_sha": {"system_instruction_sha": "59c30e71029f"},
-        "fewshot_seed": {"config": {"fewshot_seed": 7}},
-        "n-shot": {"n-shot": {"add": 5}},
-        "the task's version": {"versions": {"add": 2.0}},
-    }.items():
-        for folder, own in (("a", shots), ("b", shots | keys)):
-            write_samples(folder, {"add": A})
-            (file,) = Path(folder).rglob("results_*.json")
-            file.write_text(json.dumps(json.loads(file.read_text()) | own))
-        told = f"no paired differences of a and b ({setting} differs): add"
-        assert told in warnings("a", "b", *BENCH)
-        assert tabled("a", "b")[1]["pairs"] == []
 
 
 def test_damaged_samples_are_one_line_and_scores_without_items_no_pair() -> None:

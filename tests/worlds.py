@@ -386,8 +386,5 @@ FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
     "store of parts, tied": partial(
         a_store, basis="pca", make=TIED, same={HEAD: EMBEDDING}, exclude="embed"
     ),
-    "ckpt": partial(state_dicts, ending="ckpt"),
-    "safetensors": partial(state_dicts, ending="safetensors"),
     "five": partial(state_dicts, ending="safetensors", tasks=TASKS),
-    "twice": partial(state_dicts, ending="bin", twice=True),
 }
