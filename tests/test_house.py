@@ -139,7 +139,7 @@ def test_the_manual_names_every_command_and_key() -> None:
 
 def test_the_tables_list_what_is_registered() -> None:
     """Bases and merge methods in the README, keys of recipes in the manual."""
-    readme, keys = PAGES[ROOT / "README.md"], MANUAL[ROOT / "docs/recipes.md"]
+    readme, keys = PAGES[ROOT / "README.md"], MANUAL[ROOT / "docs/merge.md"]
     rows = readme[readme.index("## Methods and bases") :].partition("\n## ")[0]
     listed = re.findall(r"^\| `(\w+)`", rows, re.M)
     assert sorted(listed) == sorted(["merge_method", "basis", *METHODS, *BASES])
