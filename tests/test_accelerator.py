@@ -31,8 +31,8 @@ from tvb_mergekit import Bases, attach, build
 from tvb_mergekit.cli.options import auto_device
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.gram import SUMMED
-from tvb_mergekit.core.learned import regression_mean
 from tvb_mergekit.core.settings import resolve_settings
+from tvb_mergekit.learn.statistics import regression_mean
 from tvb_mergekit.store import attach as attaching
 from tvb_mergekit.store.api import base_of
 from tvb_mergekit.store.export import items_of

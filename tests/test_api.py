@@ -459,7 +459,7 @@ def test_uses_that_fail_leave_right_weights(stored: Any, monkeypatch: pytest.Mon
         assert live.current == {}
         assert_bits(model, start)
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(LiveSink, "write", lambda *_: 1 / 0)
+        patch.setattr(LiveSink, "__call__", lambda *_: 1 / 0)
         live.use({"math": 3.0})
     assert live.current is None
     assert_bits(live.use("code"), want)

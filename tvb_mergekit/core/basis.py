@@ -204,11 +204,7 @@ def over_bases(
 
 
 def encode(gram: Tensor, settings: Settings) -> Encoding:
-    """The bases of these settings by G = T^T T [T, T], float64.
-
-    Raises:
-        UserError: G is not finite, or training diverged.
-    """
+    """The bases of these settings by G = T^T T [T, T], float64."""
     spectrum = Gram.of(gram)
     return BASES[settings.basis](settings, spectrum, settings.bases_of(spectrum.size))
 
@@ -225,39 +221,26 @@ def check_not_zero(raw: GramSums, tasks: Sequence[str]) -> GramSums:
 
 
 def build(
-    settings: Settings, tasks: Sequence[str], weights: Sequence[float], raw: GramSums
+    settings: Settings, tasks: Sequence[str], weights: Sequence[float], raw: GramSums | None
 ) -> Basis:
     """The basis of unweighted sums.
 
-    Raises:
-        UserError: a task vector is zero, or the settings do not fit the Gram matrix.
+    Without sums, it serves a merge in which G decides nothing: the loss and bounds mean nothing.
     """
-    sums = check_not_zero(raw, tasks).scaled(weights)
-    with phase("Encoding"):
-        encoding = encode(sums.gram, settings)
-    return Basis(settings, tasks, *_weighted(encoding, weights), sums, encoding, weights)
-
-
-def before_gram(settings: Settings, tasks: Sequence[str], weights: Sequence[float]) -> Basis | None:
-    """The basis for a merge in which the Gram matrix decides nothing; else None.
-
-    The sums are zero. The loss and the bounds mean nothing.
-    """
-    if BASES[settings.basis].known < METHODS[settings.method].needs(settings):
-        return None
-    count, any_gram = len(tasks), torch.eye(len(tasks), dtype=torch.float64, device="cpu")
-    if settings.basis in EVEN:  # only the sum of the bases is known, and counts
-        even = np.full((count, settings.bases_of(count)), 1 / count)
-        encoding = Gram.of(any_gram).encoding(even)
+    count = len(tasks)
+    if raw is None:
+        sums, gram = GramSums.zero(count, inner=False), torch.eye(count, device="cpu").double()
     else:
-        encoding = encode(any_gram, settings)
-    sums = GramSums.zero(count, inner=False)
-    return Basis(settings, tasks, *_weighted(encoding, weights), sums, encoding, weights)
-
-
-def _weighted(encoding: Encoding, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+        sums = check_not_zero(raw, tasks).scaled(weights)
+        gram = sums.gram
+    if raw is None and settings.basis in EVEN:  # only the sum of the bases is known, and counts
+        encoding = Gram.of(gram).encoding(np.full((count, settings.bases_of(count)), 1 / count))
+    else:
+        with phase("Encoding"):
+            encoding = encode(gram, settings)
     scales = torch.tensor(weights, dtype=torch.float64, device="cpu")[:, None]
-    return scales * encoding.encoder, scales * encoding.reconstruction
+    weighted = scales * encoding.encoder, scales * encoding.reconstruction
+    return Basis(settings, tasks, *weighted, sums, encoding, weights)
 
 
 def unlike(norm: float, base_norm: float, others: Sequence[float]) -> str | None:
@@ -268,32 +251,28 @@ def unlike(norm: float, base_norm: float, others: Sequence[float]) -> str | None
         base_norm: ||theta_0||; 0 if the base was not read (adapters).
         others: norms of the other task vectors.
     """
-    median = statistics.median(others) if others else 0
+    median, its = statistics.median(others or [0]), f"its task vector's norm is {norm:.4g}"
     if base_norm and norm > WRONG_BASE_RATIO * base_norm:
-        than = f"the base's {base_norm:.4g}; fine-tuning moves a model by a few percent"
-    elif norm > LARGE_RATIO * median > 0:
-        than = f"the median of the other tasks' {median:.4g}"
-    else:
-        return None
-    return f"its task vector's norm is {norm:.4g}, {than}"
+        return f"{its}, the base's {base_norm:.4g}; fine-tuning moves a model by a few percent"
+    if norm > LARGE_RATIO * median > 0:
+        return f"{its}, the median of the other tasks' {median:.4g}"
+    return None
 
 
 def warnings(basis: Basis, models: Mapping[str, str]) -> list[str]:
     """Lines on suspicious task vectors, by the Gram matrix; `models` maps task -> model."""
-    lines, sums, tasks = [], basis.sums, basis.tasks
+    lines, twins, sums, tasks = list[str](), list[str](), basis.sums, basis.tasks
     norms = [n / abs(weight) for n, weight in zip(sums.norms, basis.weights, strict=True)]
+    lengths = sums.gram.diagonal().sqrt()
+    alike = (sums.gram.abs() > (1 - 1e-6) * torch.outer(lengths, lengths)).tolist()
     for index, task in enumerate(tasks):
         others = norms[:index] + norms[index + 1 :]
         if reason := unlike(norms[index], sums.base_norm_squared**0.5, others):
-            lines.append(
-                f"task `{task}` ({models[task]}): {reason}: is it fine-tuned from this base?"
+            told = f"task `{task}` ({models[task]}): {reason}"
+            lines.append(f"{told}: is it fine-tuned from this base?")
+        if True in alike[index][:index]:
+            both = f"tasks `{tasks[alike[index].index(True)]}` and `{task}`"
+            twins.append(
+                f"{both} have the same task vector up to scale: one model under two names?"
             )
-    lengths = sums.gram.diagonal().sqrt()
-    alike = sums.gram.abs() > (1 - 1e-6) * torch.outer(lengths, lengths)
-    for index, row in enumerate(alike.tolist()):
-        if True in row[:index]:
-            lines.append(
-                f"tasks `{tasks[row.index(True)]}` and `{tasks[index]}` have the same task vector "
-                "up to scale: one model under two names?"
-            )
-    return lines
+    return lines + twins

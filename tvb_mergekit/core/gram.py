@@ -50,12 +50,9 @@ class GramSums:
 
     def plus(self, other: GramSums) -> GramSums:
         """The sums over both parts. Added in order, they do not depend on processes and threads."""
-        return GramSums(
-            self.gram + other.gram,
-            self.base_norm_squared + other.base_norm_squared,
-            self.num_parameters + other.num_parameters,
-            self.inner and other.inner,
-        )
+        base_norm_squared = self.base_norm_squared + other.base_norm_squared
+        number, inner = self.num_parameters + other.num_parameters, self.inner and other.inner
+        return GramSums(self.gram + other.gram, base_norm_squared, number, inner)
 
     def scaled(self, weights: Sequence[float]) -> GramSums:
         """The sums for task vectors scaled by `weights` [T]: exact, since G is bilinear."""
@@ -115,10 +112,9 @@ def check_copied(name: str, tensor: Tensor, excluded: bool) -> None:
         raise UserError(f"tensor `{name}` of the base {told}{'' if excluded else OR_EXCLUDE}")
 
 
-def not_finite(name: str, base: Tensor, models: Iterable[Tensor], tasks: Sequence[str]) -> str:
-    """A message that names the first input of one tensor with NaN or infinity."""
-    named = zip(("the base", *(f"task `{task}`" for task in tasks)), (base, *models), strict=True)
-    for who, tensor in named:
+def not_finite(name: str, inputs: Iterable[tuple[str, Tensor]]) -> str:
+    """A message that names the first of the inputs of one tensor with NaN or infinity."""
+    for who, tensor in inputs:
         if told := damage(tensor):
             return f"tensor `{name}` of {who} {told}{OR_EXCLUDE}"
     return (

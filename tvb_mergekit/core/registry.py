@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, StringConstraints
@@ -59,6 +58,7 @@ class Key:
 
 
 Keys = Mapping[str, Key]
+NO_KEYS: Keys = {}
 SIZES = {
     "num_bases": Key("the number of bases M", AtLeastOne),
     "basis_ratio": Key("M as a share of the tasks T", Fraction, 0.5),
@@ -110,22 +110,19 @@ METHODS: dict[str, Declared] = {}
 Declare = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def basis(name: str, *, sized: bool = True, **more: Any) -> Declare:
+def basis(name: str, *, sized: bool = True, keys: Keys = NO_KEYS, **more: Any) -> Declare:
     """Declare a basis, see `Declared`; one that is `sized` has the keys of M."""
-    return partial(_declare, BASES, name, SIZES if sized else {}, more)
+    return _declare(BASES, name, {**SIZES, **keys} if sized else keys, more)
 
 
-def merge_method(name: str, **more: Any) -> Declare:
+def merge_method(name: str, *, keys: Keys = NO_KEYS, **more: Any) -> Declare:
     """Declare a merge method, see `Declared`."""
-    return partial(_declare, METHODS, name, {} if "merges" in more else MATRICES, more)
+    return _declare(METHODS, name, keys if "merges" in more else {**MATRICES, **keys}, more)
 
 
-def _declare(
-    registry: dict[str, Declared],
-    name: str,
-    shared: Keys,
-    more: Mapping[str, Any],
-    function: Callable[..., Any],
-) -> Callable[..., Any]:
-    registry[name] = Declared(function, **{**more, "keys": {**shared, **more.get("keys", {})}})
-    return function
+def _declare(registry: dict[str, Declared], name: str, keys: Keys, more: Any) -> Declare:
+    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+        registry[name] = Declared(function, keys=keys, **more)
+        return function
+
+    return declare

@@ -6,7 +6,6 @@ one line that names the key, the value found and the values expected.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import reprlib
@@ -19,7 +18,7 @@ import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
 from tvb_mergekit.core import encoders, methods
-from tvb_mergekit.core.registry import Declared, Key, Level, Number, Pattern, Text
+from tvb_mergekit.core.registry import Declared, Key, Number, Pattern, Text
 from tvb_mergekit.errors import UserError, hint
 from tvb_mergekit.names import is_linear
 
@@ -96,11 +95,6 @@ class Settings:
             return tasks
         return int(self.num_bases or max(1, math.floor(self.basis_ratio * tasks + 0.5)))
 
-    @property
-    def sum_alone(self) -> bool:
-        """Whether the method needs the sum of the bases only."""
-        return METHODS[self.method].needs(self) is Level.SUM
-
     def is_matrix(self, name: str, shape: Sequence[int]) -> bool:
         """Whether the method merges this tensor as one matrix, or as several (three dimensions).
 
@@ -141,24 +135,15 @@ def unknown_key(key: str, known: Collection[str], where: str) -> UserError:
 
 
 def check_value(key: str, value: object) -> Any:
-    """The value of a known key in its type. Numbers may be text, as YAML's `1e-3`.
-
-    Raises:
-        UserError: the type or the range is wrong.
-    """
+    """The value of a known key in its type. Numbers may be text, as YAML's `1e-3`."""
     wrong = f"`{key}` is {shown(value)}"
     if isinstance(value, bool | np.bool_):
         raise UserError(f"{wrong}; quote a name (YAML reads yes, no, on, off as true or false)")
     try:
-        return _adapter(key).validate_python(value)
+        return TypeAdapter(ALL_KEYS[key].kind).validate_python(value)
     except ValidationError as error:
         messages = [each["msg"].removeprefix("Value error, ") for each in error.errors()]
         raise UserError(f"{wrong}: {' or '.join(messages)}") from error
-
-
-@functools.cache
-def _adapter(key: str) -> TypeAdapter[Any]:
-    return TypeAdapter(ALL_KEYS[key].kind)
 
 
 def shown(value: object) -> str:
@@ -177,9 +162,6 @@ def resolve_settings(method: str, given: Mapping[str, object], tasks: Sequence[s
         given: the recipe's `parameters`. Varying keys (a number, a layer gradient or filters) are
             only checked: mergekit resolves them per tensor.
         tasks: the names of the T tasks in order.
-
-    Raises:
-        UserError: a key is unknown, does not belong here or has a wrong value.
     """
     if method not in METHODS:
         raise UserError(f"unknown method `{method}`: expected one of {', '.join(METHODS)}")
@@ -192,23 +174,19 @@ def resolve_settings(method: str, given: Mapping[str, object], tasks: Sequence[s
             raise unknown_key(key, here, "parameters")
         if method not in (owners := KEYS[key].methods):
             raise UserError(f"`{key}` belongs to {', '.join(owners)}, not to {method}")
-        if KEYS[key].varying:
-            for leaf in _leaves(value):
-                check_value(key, leaf)
-        else:
-            values[key] = check_value(key, value)
+        for leaf in _leaves(value) if KEYS[key].varying else [value]:
+            values[key] = check_value(key, leaf)
     for name, spec in KEYS.items():
         if spec.required and method in spec.methods and name not in given:
             raise UserError(f"{method} needs `{name}` as a parameter: {spec.help}")
     if "forget" in values:
-        names = [name.strip() for name in values["forget"].split(",")]
-        values["forget"] = tuple(dict.fromkeys(names))
-        for name in names:
-            if name not in tasks:
-                known = f"{hint(name, tasks)}; tasks: {', '.join(tasks)}"
-                raise UserError(f"`forget` names the unknown task {name!r}{known}")
-    settings = Settings(method, values)
-    for key in values:
+        names = dict.fromkeys(name.strip() for name in values["forget"].split(","))
+        values["forget"] = tuple(names)
+        for name in [name for name in names if name not in tasks]:
+            known = f"{hint(name, tasks)}; tasks: {', '.join(tasks)}"
+            raise UserError(f"`forget` names the unknown task {name!r}{known}")
+    settings = Settings(method, {k: value for k, value in values.items() if k in GLOBAL_KEYS})
+    for key in settings.given:
         if settings.basis not in (owners := GLOBAL_KEYS[key].bases):
             which = " or ".join(owners)
             raise UserError(f"`{key}` belongs to basis {which}, not to {settings.basis}")
@@ -232,11 +210,11 @@ def _leaves(value: object) -> Iterator[object]:
 def check_tasks(names: Sequence[str], models: Sequence[str]) -> None:
     """Raise UserError unless the names are unique and `forget` can list them."""
     for place, (name, model) in enumerate(zip(names, models, strict=True)):
-        why = ""
         if not name or "," in name or name != name.strip() or not name.isprintable():
             why = "is empty, or has a comma, an outer blank or a control character"
         elif name in names[:place]:
             why = f"is also that of model {models[names.index(name)]}"
-        if why:
-            what = f"the task name {name!r} of model {shown(model)}"
-            raise UserError(f"{what} {why}: give it another `task:` name")
+        else:
+            continue
+        what = f"the task name {name!r} of model {shown(model)}"
+        raise UserError(f"{what} {why}: give it another `task:` name")

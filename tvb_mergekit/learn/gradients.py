@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from tvb_mergekit.core.learned import stitch
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.data import Batch, drawn
 from tvb_mergekit.learn.job import Job, LearnedMerge
@@ -202,6 +201,14 @@ def largest(sizes: Mapping[str, Tensor], density: float) -> dict[str, Tensor]:
         found[name][places[taken]] = True
         before += len(places)
     return found
+
+
+def stitch(bases: Tensor, masks: Tensor) -> Tensor:
+    """sum_m mask_m B_m / max(1, sum_m mask_m), entry by entry: overlapping bases are averaged.
+
+    Localize-and-Stitch (He et al., 2024); `bases` and `masks`, of zeros and ones, are [M, ...].
+    """
+    return (bases * masks).sum(0).div_(masks.sum(0).clamp(min=1))
 
 
 def _ordered(values: Tensor) -> Tensor:

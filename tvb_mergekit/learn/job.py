@@ -33,7 +33,7 @@ from tvb_mergekit.store.attach import Live, attach
 from tvb_mergekit.store.facts import FOLDER
 from tvb_mergekit.store.routing import LEARNED
 from tvb_mergekit.tensors.adapter import Adapter
-from tvb_mergekit.tensors.checkpoint import FACTS_VERSION, SAVE_AGAIN
+from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN
 from tvb_mergekit.tensors.merging import merge_items, merge_one
 from tvb_mergekit.tensors.output import MemorySink
 from tvb_mergekit.tensors.passes import combine_pass
@@ -291,7 +291,7 @@ class LearnedMerge:
         for name, tensors in self.tensors.items():
             (place / "learned").mkdir(exist_ok=True)
             held = {key: tensor.contiguous().cpu() for key, tensor in tensors.items()}
-            told = json.dumps({"version": FACTS_VERSION, "method": self.method})
+            told = json.dumps({"version": 1, "method": self.method})
             save_file(held, place / "learned" / name, {LEARNED: told})
             (place / "learned" / name).chmod(0o644)  # `save_file` lets only the owner read
         how = "with routers for its MLPs" if self.direction is None else "and not by addition"

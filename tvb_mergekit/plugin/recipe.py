@@ -80,8 +80,8 @@ class Recipe:
         items: Sequence[Item],
         base: Checkpoint,
         sources: Sequence[Weights],
-        left_out: Mapping[str, str],
-        tied: Mapping[str, str],
+        left_out: dict[str, str],
+        tied: dict[str, str],
         dtype: str | None,
     ) -> TaskSet:
         """The task vectors with these tensors; see `TaskSet`."""

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.names import MLP
 from tvb_mergekit.store.facts import FOLDER
-from tvb_mergekit.tensors.checkpoint import facts_in
+from tvb_mergekit.tensors.checkpoint import metadata_of
 
 ROUTERS = "routers.safetensors"
 LEARNED = "tvb_learned"  # key of the metadata of `tvb learn`
@@ -187,7 +187,7 @@ def routers_in(folder: str | os.PathLike[str]) -> Path | None:
 
 def routed_model(model: nn.Module, file: Path) -> Routed:
     """A model with the routers and bases in a file of `tvb learn wemoe`."""
-    if not facts_in(file, LEARNED):
+    if LEARNED not in metadata_of(file):
         raise UserError(f"{file}: damaged; copy it again, or repeat `tvb learn`")
     held, own = load_file(file), dict(model.named_parameters())
     states = defaultdict[str, dict[str, Tensor]](dict)  # of the router of each MLP

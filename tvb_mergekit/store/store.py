@@ -232,8 +232,8 @@ class AsModel(Weights):
             name: replace(vector.tensors[held], shard=self.shards[0], alias_of=held)
             for name, held in self._names.items()
         }
-        self.holds, self.in_memory = vector.holds or "delta", vector.in_memory
-        self.grain, self.base, self.folder = vector.grain, base, bases.path
+        self.holds, self.grain = vector.holds or "delta", vector.grain
+        self.base, self.folder = base, bases.path
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
         return self._vector.read(self._names[name], start, stop, out)

@@ -11,7 +11,6 @@ import io
 import json
 import os
 import pickle
-import re
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,7 +28,6 @@ from tvb_mergekit.tensors.stream import TensorInfo, Weights, infos_of
 
 # In mergekit's and transformers' order of preference.
 _STEMS = ("model.safetensors", "pytorch_model.bin")
-FACTS_VERSION = 1  # of facts in metadata
 RESTORE = "restore it, or build the store anew"
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer.model vocab.json vocab.txt spiece.model tokenizer_config.json"
@@ -84,24 +82,23 @@ class Checkpoint(Weights):
         path = Path(path)
         names = {path.name: None} if path.is_file() else _index(path)
         folder = path.parent if path.is_file() else path
-        tensors: dict[str, TensorInfo] = {}
-        opened: dict[str, object] = {}
-        seen = {shard: _identity(folder / shard) for shard in names}  # before anything is read
+        made = cls(folder, tuple(names), {})
+        made._seen = {shard: _identity(folder / shard) for shard in names}  # before it is read
         for shard, own in names.items():
             if shard.endswith(".safetensors"):
                 held = _read_safetensors_header(folder, shard)
             else:
                 mapped = _map_pickle(folder / shard)
                 held = infos_of(mapped.items(), shard)  # finds tied tensors by their memory
-                opened[shard] = {name: value.contiguous() for name, value in mapped.items()}
+                made._mapped[shard] = {name: value.contiguous() for name, value in mapped.items()}
             for name in held if own is None else own:
                 if name not in held:
                     raise UserError(
                         f"{folder}: the index says that `{name}` is in {shard}, which does not "
                         "hold it; download the model again"
                     )
-                tensors[name] = held[name]
-        return cls(folder, tuple(names), tensors, opened, _seen=seen)
+                made.tensors[name] = held[name]
+        return made
 
     @property
     def model_type(self) -> str | None:  # type: ignore[override]
@@ -116,7 +113,7 @@ class Checkpoint(Weights):
         shard = self.tensors[name].shard
         with self._lock:
             if shard not in self._mapped:
-                self._check_unchanged(shard)
+                self.check_unchanged(shard)
                 self._mapped[shard] = safetensors.safe_open(self.folder / shard, framework="pt")
             handle = self._mapped[shard]
         tensor = handle[name] if isinstance(handle, dict) else handle.get_tensor(name)  # type: ignore[attr-defined]
@@ -127,9 +124,6 @@ class Checkpoint(Weights):
         """Elements `start` to `stop` of the flattened tensor, as a view of `out`.
 
         The file is read, not mapped, so that its pages do not stay resident.
-
-        Raises:
-            UserError: the file has become shorter since it was opened.
         """
         info = self.tensors[name]
         chunk = out[: stop - start]
@@ -138,7 +132,7 @@ class Checkpoint(Weights):
         data: Any = chunk.view(torch.uint8).numpy()
         with self._lock:  # threads share one open file: hundreds of models have as many
             if self._open[0] != info.shard:
-                self._check_unchanged(info.shard)
+                self.check_unchanged(info.shard)
                 self._open = info.shard, OwnFile(self.folder / info.shard)
             file = self._open[1]
             file.seek(info.offset + start * info.dtype.itemsize)
@@ -151,17 +145,13 @@ class Checkpoint(Weights):
             )
         return chunk
 
-    def _check_unchanged(self, shard: str) -> None:
-        """Raise UserError if a file is not the one whose header is known."""
-        if shard in self._seen and _identity(self.folder / shard) != self._seen[shard]:
-            raise UserError(
-                f"{self.folder / shard}: was changed after it was opened (by `tvb add`, or a "
-                "training that goes on?); run the command, or `attach`, again"
-            )
-
-    def check_unchanged(self) -> None:
-        for shard in self.shards:  # an open one may be overwritten in place
-            self._check_unchanged(shard)
+    def check_unchanged(self, *shards: str) -> None:
+        for shard in shards or self.shards:  # an open one may be overwritten in place
+            if shard in self._seen and _identity(self.folder / shard) != self._seen[shard]:
+                raise UserError(
+                    f"{self.folder / shard}: was changed after it was opened (by `tvb add`, or a "
+                    "training that goes on?); run the command, or `attach`, again"
+                )
 
 
 def metadata_of(path: Path) -> dict[str, str]:
@@ -171,24 +161,6 @@ def metadata_of(path: Path) -> dict[str, str]:
             return dict(file.metadata() or {})
     except (OSError, safetensors.SafetensorError):
         return {}
-
-
-def facts_in(path: Path, key: str) -> dict[str, Any]:
-    """The facts under a key of a safetensors file's metadata; empty if there are none.
-
-    Raises:
-        UserError: a later version wrote it, or they are damaged.
-    """
-    try:
-        facts: dict[str, Any] = json.loads(metadata_of(path).get(key, "{}"))
-        later = facts.pop("version", FACTS_VERSION) > FACTS_VERSION
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path}: damaged metadata `{key}` ({one_line(error)}); make it again"
-        ) from error
-    if later:
-        raise UserError(f"{path}: written by a later tvb-mergekit; upgrade this one")
-    return facts
 
 
 def _identity(path: Path) -> object:
@@ -218,8 +190,7 @@ def weight_files(folder: str | os.PathLike[str]) -> list[str]:
 class OwnFile(io.FileIO):
     """A file that closes without a warning when nothing needs it any more."""
 
-    def __del__(self) -> None:
-        self.close()
+    __del__ = io.FileIO.close
 
 
 def _index(folder: Path) -> dict[str, list[str] | None]:
@@ -236,10 +207,9 @@ def _index(folder: Path) -> dict[str, list[str] | None]:
             raise UserError(f"{folder}: {' and '.join(ways)} are two models; move one elsewhere")
         if ways:
             return {stem: None} if ways == [stem] else _read_index(index)
-    found = ", ".join(weight_files(folder)) or "no weight file"
     raise UserError(
         f"{folder}: no model weights; expected {' or '.join(_STEMS)} (or their .index.json), "
-        f"found {found}"
+        f"found {', '.join(weight_files(folder)) or 'no weight file'}"
     )
 
 
@@ -297,17 +267,12 @@ def _map_pickle(path: Path) -> dict[str, Tensor]:
                 raise
             loaded = load()
     except pickle.UnpicklingError as error:
-        called = re.search(r"Unsupported (?:global|class).*?(\w[\w.]+\.\w+)", str(error))
-        reason = f" (it calls {called[1]})" if called else ""
-        raise UserError(
-            f"{path}: cannot be read without running code that it carries{reason}; convert it to "
-            "safetensors"
-        ) from error
+        told = "cannot be read without running code that it carries; convert it to safetensors"
+        raise UserError(f"{path}: {told}") from error
     except Exception as error:  # torch raises RuntimeError, EOFError, ValueError, OSError here
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"{path}: truncated, or not a PyTorch file ({reason}); download it again"
-        ) from error
+        told = f"truncated, or not a PyTorch file ({reason}); download it again"
+        raise UserError(f"{path}: {told}") from error
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
     held = loaded if isinstance(loaded, dict) else {}

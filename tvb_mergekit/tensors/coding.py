@@ -25,8 +25,8 @@ from torch import Tensor
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import DTYPES, NAMES, RESTORE, Checkpoint, metadata_of
 from tvb_mergekit.tensors.output import MARKER, header_of
-from tvb_mergekit.tensors.passes import Reader, run
-from tvb_mergekit.tensors.stream import CPU, Engine, Item, Piece, TensorInfo, Weights
+from tvb_mergekit.tensors.passes import Piece, Reader, run
+from tvb_mergekit.tensors.stream import CPU, Engine, Item, TensorInfo, Weights
 
 KEY, VERSION = "tvb_coded", 1  # of the metadata, and of the format
 BLOCK = 2**17  # elements that are decoded together
@@ -104,14 +104,12 @@ def decode(form: int, stored: Tensor, base: Tensor | None, theta: Tensor) -> boo
             data = np.frombuffer(zstandard.ZstdDecompressor().decompress(data.data), np.uint8)
         except zstandard.ZstdError:
             return False
-    if form == UNITS:
+    if form == UNITS and base is not None and theta.dtype in MANTISSA:
         from tvb_mergekit.tensors import units
 
-        if base is None or theta.dtype not in MANTISSA:
-            return False
         beside, made = (each.view(torch.uint16).numpy() for each in (base, theta))
         return bool(units.unpack(data, beside, MANTISSA[theta.dtype], made))
-    if form > UNITS or len(data) != theta.nbytes:
+    if form >= UNITS or len(data) != theta.nbytes:
         return False
     np.copyto(theta.view(torch.uint8).numpy(), data)
     return True
@@ -144,14 +142,14 @@ def keep(
     """
     draws = draws or [ALL] * len(paths)
     files = [_File(path, items, k, draws[k]) for k, path in enumerate(paths)]
-    work, errors = partial(_coded, draws), np.zeros(len(files))
+    work, errors = partial(_coded, draws), [0.0] * len(files)
     for piece, coded in run(items, work, replace(engine, device=CPU), title, grain=BLOCK):
         for k, (blocks, index, error) in enumerate(coded):
             files[k].append(blocks, index, last=piece.stop == piece.item.numel)
             errors[k] += error
     for file in files:
         file.finish()
-    return list(errors.tolist())
+    return errors
 
 
 def _coded(
@@ -229,11 +227,8 @@ class Coded(Weights):
 
     All entries, in their own dtypes: then the elements are the model's weights, to the bit. Or a
     random sample: its elements are exact entries of the task vector times the inverse of the share,
-    or 0, in float32. It is unbiased: the expectation of each element is that of the task vector.
-    So are products of different elements. Tensors of one dimension are complete. Thread-safe.
-
-    Raises:
-        UserError: the file does not hold what its header says.
+    or 0, in float32. Their expectation, and that of products of different ones, is the task
+    vector's. Tensors of one dimension are complete. Thread-safe.
     """
 
     grain = BLOCK
@@ -262,9 +257,8 @@ class Coded(Weights):
             ) from error
         for name in sorted(self.tensors.keys() | self.stored.tensors.keys()):
             info = self.stored.tensors.get(name)
-            if name not in self.tensors or info is None or info.dtype != torch.uint8:
-                raise self.damaged(name)
-            if info.nbytes < INDEX.itemsize * self._blocks(name):
+            least = INDEX.itemsize * self._blocks(name) if name in self.tensors else np.inf
+            if info is None or info.dtype != torch.uint8 or info.nbytes < least:
                 raise self.damaged(name)
 
     def damaged(self, name: str) -> UserError:
@@ -284,11 +278,7 @@ class Coded(Weights):
         return self.sample.of(self.tensors[name].shape)
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
-        """Elements `start` to `stop`; blocks that they are a part of are decoded complete.
-
-        Raises:
-            UserError: a block is not what was stored.
-        """
+        """Elements `start` to `stop`; blocks that they are a part of are decoded complete."""
         chunk, numel = out[: stop - start], self.tensors[name].numel
         for block in range(start // BLOCK, -(-stop // BLOCK)):
             first, last = block * BLOCK, min((block + 1) * BLOCK, numel)
@@ -298,19 +288,16 @@ class Coded(Weights):
             if self.holds == "weight":
                 self._entries(name, block, None, whole)
             else:
-                self._sampled(name, block, whole)
+                share, base = self.share(name), self._base(name, block, len(whole))
+                places = self.sample.places(name, block, len(base)) if share < 1 else slice(None)
+                base = base[places]
+                theta = torch.empty(len(base), dtype=self.dtypes[name])
+                self._entries(name, block, base, theta)
+                whole.zero_()
+                whole[places] = (theta.float() - base.float()).div_(share)
             if whole is not part:
                 part.copy_(whole[low - first : high - first])
         return chunk
-
-    def _sampled(self, name: str, block: int, out: Tensor) -> None:
-        """Fill `out` with a block of the sample."""
-        share, base = self.share(name), self._base(name, block, len(out))
-        places = self.sample.places(name, block, len(out)) if share < 1 else slice(None)
-        base = base[places]
-        theta = self._entries(name, block, base, torch.empty(len(base), dtype=self.dtypes[name]))
-        out.zero_()
-        out[places] = (theta.float() - base.float()).div_(share)
 
     def _base(self, name: str, block: int, length: int) -> Tensor:
         """The same block of the base, in the base's dtype."""
@@ -319,7 +306,7 @@ class Coded(Weights):
         buffer = torch.empty(length, dtype=self.base.tensors[name].dtype, device="cpu")
         return self.base.read(name, first, first + length, buffer)
 
-    def _entries(self, name: str, block: int, base: Tensor | None, theta: Tensor) -> Tensor:
+    def _entries(self, name: str, block: int, base: Tensor | None, theta: Tensor) -> None:
         """Fill `theta` with the entries that a block was encoded from.
 
         Args:
@@ -334,7 +321,6 @@ class Coded(Weights):
         if not decode(form, stored, base, theta) or checksum(theta) != known:
             other = ". Or the base is another than at the build, if `tvb inspect STORE` is silent"
             raise UserError(f"{self.damaged(name)}{other * (form == UNITS)}")
-        return theta
 
     def fingerprint(self) -> str:
         """64 hexadecimal digits from the names, dtypes, shapes and checksums of all blocks.

@@ -16,21 +16,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tvb_mergekit.core.basis import Basis, Combination, Step, before_gram, build, check_not_zero
+from tvb_mergekit.core.basis import Basis, Combination, Step, build, check_not_zero
 from tvb_mergekit.core.gram import NO_TENSOR, Factors, GramSums, cores_of, factor_gram
 from tvb_mergekit.core.matrices import rounding_noise
-from tvb_mergekit.core.settings import GLOBAL_KEYS, METHODS, Settings
+from tvb_mergekit.core.registry import Level
+from tvb_mergekit.core.settings import BASES, GLOBAL_KEYS, METHODS, Settings
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.names import TRANSPOSED
 from tvb_mergekit.progress import silent
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.passes import (
-    RunningSums,
-    alone_of,
-    combine_pass,
-    count_pass,
-    gram_pass,
-)
+from tvb_mergekit.tensors.passes import RunningSums, alone_of, combine_pass, count_pass, gram_pass
 from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
 
@@ -45,16 +40,16 @@ def build_basis(tasks: TaskSet, engine: Engine = Engine(), *, inner: bool = Fals
 
     Args:
         inner: Compute G in any case.
-
-    Raises:
-        UserError: no tensor counts, NaN or infinity, a zero task vector.
     """
     started = time.perf_counter()
-    basis = before_gram(tasks.settings, tasks.tasks, tasks.weights)
+    settings, method = tasks.settings, METHODS[tasks.settings.method]
     free = tasks.sums is not None or any(item.factored for item in tasks.items)
-    if free or basis is None or (inner and not basis.trims):
+    decides = BASES[settings.basis].known < method.needs(settings)
+    if free or decides or (inner and method.merges != "entries"):
         basis = encoded_by(tasks, sums_of(tasks, engine))
         basis.seconds["gram"] = time.perf_counter() - started - basis.seconds["encode"]
+    else:
+        basis = build(settings, tasks.tasks, tasks.weights, None)
     summing = RunningSums(tasks.tasks) if basis.waits else None
     count_if_needed(basis, tasks.items, engine, summing, tasks.unchanged)
     if summing is not None and basis.trims:
@@ -74,11 +69,7 @@ def encoded_by(tasks: TaskSet, sums: GramSums) -> Basis:
 
 
 def sums_of(tasks: TaskSet, engine: Engine) -> GramSums:
-    """The unweighted Gram matrix of a task set: known, of factors, and from a pass over the rest.
-
-    Raises:
-        UserError: no tensor counts, NaN or infinity.
-    """
+    """The unweighted Gram matrix of a task set: known, of factors, or from a pass over tensors."""
     if tasks.sums is not None:
         return tasks.sums
     factored = [item for item in tasks.items if item.factored]
@@ -95,8 +86,7 @@ def sums_of(tasks: TaskSet, engine: Engine) -> GramSums:
     if not read:
         return sums
     dense = gram_pass(read, tasks.tasks, engine)
-    dense.base_norm_squared = 0.0  # the base was read in part
-    return sums.plus(dense)
+    return sums.plus(replace(dense, base_norm_squared=0.0))  # the base was read in part
 
 
 def count_if_needed(
@@ -106,11 +96,7 @@ def count_if_needed(
     sums: RunningSums | None = None,
     zeros: int = 0,
 ) -> None:
-    """Count the magnitudes of the bases into `basis.histogram`, for TIES.
-
-    Raises:
-        UserError: no tensor takes part.
-    """
+    """Count the magnitudes of the bases into `basis.histogram`, for TIES."""
     if not any(item.numel for item in items):
         raise UserError(NO_TENSOR)
     if not basis.trims:
@@ -139,10 +125,6 @@ def merge_items(
         items: their inputs are those of `basis`, in order. An item without `tunables` stays the
             base's.
         alone: as in `Combination.step`; a merge of all terms adds fl(scale * direction) last.
-
-    Raises:
-        UserError: a result overflows its dtype; NaN, infinity or a zero task vector, if the basis
-            waits.
     """
     items = [item if item.tunables else alone_of(item) for item in items]
     moving = [item for item in items if item.tunables]
@@ -155,9 +137,7 @@ def merge_items(
     else:
         update = engine.progress("Merged model", sum(item.nbytes for item in items))
         engine = replace(engine, progress=lambda *_: update)
-    step_of = functools.lru_cache(basis.step)  # most are alike
-
-    pending, far = 0, list[str]()  # the bar ends with the last tensor, and not the last matrix
+    step_of, far = functools.lru_cache(basis.step), list[str]()  # most are alike
     for name, group in itertools.groupby(items, lambda i: i.name if matrices.get(i.name) else None):
         some = list(group)
         if name is None:
@@ -165,19 +145,13 @@ def merge_items(
             combine_pass(some, steps, sink, engine, sums=sums)
             continue
         for is_far in merge_matrices(basis, some[0].loaded(), sink, engine, alone, sums):
-            update(pending)
-            pending = 1
+            update(1)
             far += [name] * is_far
-    if pending:
-        update(pending)
     if sums is not None and isinstance(basis, Basis):
         basis.sums = check_not_zero(sums.total(), basis.tasks).scaled(basis.weights)
     if far:
-        told = (
-            "%s merges to far more than its bases together: %s; give it a shorter `flow_time` or "
-            "a small lambda"
-        )
-        LOG.warning(told, basis.settings.method, listed(far))
+        told = "%s merges to far more than its bases together: %s; give it a shorter `flow_time`"
+        LOG.warning(told + " or a small lambda", basis.settings.method, listed(far))
 
 
 def settings_over(base: Weights, settings: Settings) -> Settings:
@@ -198,12 +172,11 @@ def count_matrices(settings: Settings, item: Item, bases: int) -> int:
 
 def check_matrices(settings: Settings, items: Sequence[Item]) -> None:
     """Raise UserError if `matrices` does not match the name of a matrix."""
-    if settings.matrices is None or any(settings.is_matrix(i.name, i.shape) for i in items):
-        return
-    raise UserError(
-        f"`matrices` is {settings.matrices!r}: it is found in the name of no tensor of two "
-        "or three dimensions that takes part; leave it out, or mend it"
-    )
+    if settings.matrices and not any(settings.is_matrix(i.name, i.shape) for i in items):
+        raise UserError(
+            f"`matrices` is {settings.matrices!r}: it is found in the name of no tensor of two "
+            "or three dimensions that takes part; leave it out, or mend it"
+        )
 
 
 def merge_matrices(
@@ -279,8 +252,8 @@ def merged_factors(basis: Combination, item: Item) -> Factors:
 
 def _merged_encoder(basis: Combination) -> Tensor:
     """From the inputs to the bases that the method merges, [N, M], or to their sum, [N, 1]."""
-    encoder = basis.weighted_encoder
-    return encoder.sum(1, keepdim=True) if basis.settings.sum_alone else encoder
+    alone = METHODS[basis.settings.method].needs(basis.settings) is Level.SUM
+    return basis.weighted_encoder.sum(1, keepdim=True) if alone else basis.weighted_encoder
 
 
 def _combined(cores: Tensor, encoder: Tensor) -> Tensor:

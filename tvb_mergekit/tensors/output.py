@@ -44,12 +44,7 @@ MARKER = "tvb_basis"  # in the metadata of a vector of a store: a difference, no
 
 
 def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
-    """Refuse an output folder in which two models would mix or a user's files would be lost.
-
-    Raises:
-        UserError: it is, lies in or holds an input, or is a file. It holds weights
-            or a file that the merge writes. Its name is not a line of text.
-    """
+    """Refuse an output folder in which two models would mix or a user's files would be lost."""
     check_names(out)
     target = os.path.realpath(out)
     for path in inputs:
@@ -70,11 +65,11 @@ def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ())
             f"the output folder {out} already holds weight files ({listed(found, 4)}); delete them "
             "or name another folder: loaders would mix old shards with new ones"
         )
-    _refuse_existing(Path(target), WRITTEN)
+    _refuse_existing(out, WRITTEN)
 
 
-def _refuse_existing(out: Path, names: Iterable[str]) -> None:
-    if found := [name for name in names if (out / name).exists()]:
+def _refuse_existing(out: str | os.PathLike[str], names: Iterable[str]) -> None:
+    if found := [name for name in names if Path(out, name).exists()]:
         raise UserError(
             f"the output folder {out} already holds {listed(found, 4)}, which the merge would "
             "overwrite; name another folder"
@@ -91,8 +86,7 @@ def check_new_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ()) ->
 def check_disk(out: str | os.PathLike[str], nbytes: int) -> None:
     """Raise UserError unless the disk of `out` has room for `nbytes` and 1 % of file overhead."""
     free = shutil.disk_usage(_existing(os.path.realpath(out))).free
-    needed = nbytes + nbytes // 100 + 2**20
-    if free < needed:
+    if free < (needed := nbytes + nbytes // 100 + 2**20):
         raise UserError(
             f"too little disk for {out}: what will be written takes {megabytes(needed)}, "
             f"{megabytes(free)} are free; free some, or write elsewhere"
@@ -122,11 +116,7 @@ class StagedFolder:
         self.path.mkdir()
 
     def publish(self) -> None:
-        """Rename the folder, or its files with config.json last if OUT exists.
-
-        Raises:
-            UserError: another run has written a model there.
-        """
+        """Rename the folder, or its files with config.json last if OUT exists."""
         check_output_folder(self.out)
         if not self.out.exists():
             os.rename(self.path, self.out)

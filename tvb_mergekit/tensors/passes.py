@@ -11,11 +11,12 @@ only if blocks of very many vectors are decoded (`grain`), or a tensor is loaded
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import cycle
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -27,7 +28,7 @@ from tvb_mergekit.core.gram import NO_TENSOR, GramSums, not_finite, products, sq
 from tvb_mergekit.core.methods.ties import BINS, Histogram
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.stream import Engine, Item, Part, Piece, Sink, pieces_of
+from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink
 
 PIECE = 2**22  # float32 numbers that a thread holds: 16 MB; 8 MB took a third longer
 SHORTEST = 2**12  # elements of a piece, except the last of a tensor; a power of two, as all
@@ -37,6 +38,28 @@ AHEAD = 2  # results that may wait for an earlier one
 TABLES = 2**29  # bytes of all threads' histograms
 ALONE = threading.Lock()  # of `use_one_thread`
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `start` to `stop` of an item: one task of one thread."""
+
+    item: Item
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+def _pieces_of(items: Sequence[Item], length: int) -> Iterator[Piece]:
+    """Cut items into pieces of at most `length` elements; an empty tensor is one piece."""
+    for item in items:
+        item = item.loaded()
+        stop = item.first + item.numel
+        for start in range(item.first, max(item.first + 1, stop), length):
+            yield Piece(item, start, min(start + length, stop))
 
 
 class Reader:
@@ -52,7 +75,7 @@ class Reader:
             torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             for _ in range(2 if self._gpu else 1)
         ]
-        self._buffers = cycle(zip(buffers, range(2), strict=False))
+        self._buffers = itertools.cycle(zip(buffers, range(2), strict=False))
         self._copied: list[torch.Event | None] = [None, None]  # the last copy from each buffer
 
     def task_vectors(self, piece: Piece) -> tuple[Tensor, Tensor]:
@@ -72,10 +95,11 @@ class Reader:
         weights = [part.holds == "weight" for part in item.inputs]
         for place, (part, row) in enumerate(zip(item.inputs, others, strict=True), 1):
             self._widen(part, piece, memory[place % len(memory)], row)
-            if weights[place - 1] and not all(weights):
-                row.sub_(base)
-        if weights and all(weights):  # one operation instead of T
+        if all(weights):  # one operation instead of T
             rows[1:].sub_(base)
+        else:
+            for row in itertools.compress(others, weights):
+                row.sub_(base)
         if self._gpu:
             self._copied[number] = torch.accelerator.current_stream(self.device).record_event()
         return base, rows[1:]
@@ -83,7 +107,7 @@ class Reader:
     def _widen(self, part: Part, piece: Piece, memory: Tensor, row: Tensor) -> None:
         if self._gpu:  # moved as it is stored, and widened there: half the traffic for 16 bits
             row.copy_(self.stored(part, piece, memory).to(self.device, non_blocking=True))
-        elif part.dtype == row.dtype and not part.held:
+        elif part.dtype == row.dtype:
             given = part.read(piece.start, piece.stop, row)
             if given.data_ptr() != row.data_ptr():
                 row.copy_(given)
@@ -91,8 +115,8 @@ class Reader:
             row.copy_(self.stored(part, piece, memory))
 
     def stored(self, part: Part, piece: Piece, memory: Tensor | None = None) -> Tensor:
-        """Elements [n] of a part, in its dtype: on the CPU, or where a held tensor is."""
-        size = 0 if part.held else piece.numel * part.dtype.itemsize
+        """Elements [n] of a part, in its dtype: on the CPU, or where a tensor in memory is."""
+        size = piece.numel * part.dtype.itemsize
         if memory is None:
             memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         return part.read(piece.start, piece.stop, memory[:size].view(part.dtype))
@@ -116,7 +140,6 @@ def run(
     rows = 1 + max((len(item.inputs) for item in items), default=0)
     grain = max([grain, *(part.grain for item in items for part in item.parts)])
     length = max(2 ** ((PIECE // (rows + extra)).bit_length() - 1), SHORTEST, grain)
-    pieces = pieces_of(items, length)
     longest = min(length, max((item.numel for item in items), default=0))
     local, device = threading.local(), engine.device
 
@@ -132,16 +155,13 @@ def run(
     waiting: deque[tuple[Piece, Future[Result]]] = deque()
     pool = ThreadPoolExecutor(threads, "tvb-pass")
     try:
-        for piece in pieces:
-            waiting.append((piece, pool.submit(act, piece)))
-            if len(waiting) > threads + AHEAD:
+        for piece in itertools.chain(_pieces_of(items, length), [None] * (threads + AHEAD)):
+            if piece is not None:
+                waiting.append((piece, pool.submit(act, piece)))
+            if waiting and (piece is None or len(waiting) > threads + AHEAD):
                 done, future = waiting.popleft()
                 yield done, future.result()
-                update(done.nbytes)
-        while waiting:
-            done, future = waiting.popleft()
-            yield done, future.result()
-            update(done.nbytes)
+                update(done.numel * sum(part.dtype.itemsize for part in done.item.parts))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -200,11 +220,7 @@ class RunningSums:
 
 
 def gram_pass(items: Sequence[Item], tasks: Sequence[str], engine: Engine = Engine()) -> GramSums:
-    """G [T, T] of the inputs of all items, float64; `tasks` are their names, for messages.
-
-    Raises:
-        UserError: no tensor counts; NaN or infinity in an input.
-    """
+    """G [T, T] of the inputs of all items, float64; `tasks` are their names, for messages."""
     mine, sums = [item for item in items if item.numel], RunningSums(tasks)
     if not mine:
         raise UserError(NO_TENSOR)
@@ -268,9 +284,6 @@ def combine_pass(
         steps: item -> step, all with the same number of outputs. An item without a step stays the
             base's: one output, for all.
         sums: of the task vectors, by the same pass; every input counts.
-
-    Raises:
-        UserError: an output overflows its dtype or is not finite.
     """
     extra = max((step.rows for step in steps.values()), default=1)
     on_device = functools.cache(lambda step: step.on(engine.device))
@@ -315,6 +328,6 @@ def _cast_base(item: Item, stored: Tensor) -> Tensor:
 
 def _not_finite(item: Item, sums: RunningSums | None) -> str:
     """A message that names the input with NaN or infinity."""
-    base = torch.zeros(1, device="cpu") if item.base is None else item.whole(item.base)
-    names = [f"number {n}" for n in range(1, 1 + len(item.inputs))] if sums is None else sums.tasks
-    return not_finite(item.name, base, map(item.whole, item.inputs), names)
+    tasks = map(str, range(1, 1 + len(item.inputs))) if sums is None else sums.tasks
+    whose = ["the base"] * (item.base is not None) + [f"task `{task}`" for task in tasks]
+    return not_finite(item.name, zip(whose, map(item.whole, item.parts), strict=True))

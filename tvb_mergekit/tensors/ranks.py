@@ -144,8 +144,7 @@ def even_runs(sizes: Sequence[int], count: int) -> list[slice]:
 
     The middle of an item decides its run, so that no run exceeds its part by more than one item.
     """
-    total = max(1, sum(sizes))
     middles = (2 * end - size for size, end in zip(sizes, accumulate(sizes), strict=True))
-    owners = [middle * count // (2 * total) for middle in middles]
+    owners = [middle * count // (2 * sum(sizes) or 1) for middle in middles]
     starts = [bisect_left(owners, rank) for rank in range(1, count)]
-    return [slice(start, stop) for start, stop in pairwise([0, *starts, len(sizes)])]
+    return [slice(*ends) for ends in pairwise([0, *starts, len(sizes)])]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.gram import Factors
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, one_line
 from tvb_mergekit.progress import Progress, silent
 
 Holds = Literal["weight", "delta"]
@@ -55,7 +54,6 @@ class Weights:
 
     tensors: dict[str, TensorInfo]
     holds: Holds | None = None  # None: the reader knows what the elements are
-    in_memory = False  # `read` returns views
     grain = 1  # elements that are decoded together
     folder: Path | None  # of the files `shards`, except of state dicts
     shards: tuple[str, ...]
@@ -118,10 +116,7 @@ class Weights:
         return [name for name, info in self.tensors.items() if info.stored]
 
     def fingerprint(self) -> str:
-        """64 hexadecimal digits from the names, dtypes, shapes and a sample of every tensor.
-
-        The path, the sharding and the file format do not change it.
-        """
+        """64 hexadecimal digits from the names, dtypes, shapes and a sample of every tensor."""
         digest = hashlib.sha256()
         for name, start, stop in self.samples():
             info = self.tensors[name]
@@ -142,24 +137,18 @@ class Weights:
 class StateDict(Weights):
     """The tensors of a state dict; never modified, and copied to the CPU when they are read."""
 
-    in_memory = True
     folder, shards = None, ()
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self.state = {n: t.detach() for n, t in state.items() if isinstance(t, Tensor)}
         self.tensors = infos_of(self.state.items())
-        self._copy = "", torch.empty(0)  # of the last tensor that is not contiguous, flattened
+        self._flat = {name: tensor.reshape(-1) for name, tensor in self.state.items()}
 
     def tensor(self, name: str) -> Tensor:
         return self.state[self.canonical(name)].cpu()
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
-        tensor = self.state[self.canonical(name)]
-        if not tensor.is_contiguous():
-            known, copy = self._copy  # one tuple: threads may replace it
-            tensor = copy if known == name else tensor.reshape(-1)
-            self._copy = name, tensor
-        return tensor.view(-1)[start:stop].cpu()
+        return self._flat[self.canonical(name)][start:stop].cpu()
 
 
 def infos_of(tensors: Iterable[tuple[str, Tensor]], shard: str = "") -> dict[str, TensorInfo]:
@@ -178,8 +167,9 @@ def infos_of(tensors: Iterable[tuple[str, Tensor]], shard: str = "") -> dict[str
 class Part:
     """One model's part of a tensor: read(start, stop, buffer) returns flattened elements.
 
+    They are in the buffer, or a view of a tensor that is in memory on any device.
+
     Attributes:
-        held: The elements are in memory, on any device. `read` returns a view and needs no buffer.
         holds: A weight or a delta, its difference from the base's weight.
         name: The name of the stored tensor. None: the tensor is made of others.
         shape: The shape of the stored tensor. None: unknown.
@@ -190,7 +180,6 @@ class Part:
 
     dtype: torch.dtype
     read: Callable[[int, int, Tensor], Tensor]
-    held: bool = False
     holds: Holds = "weight"
     name: str | None = None
     shape: tuple[int, ...] | None = None
@@ -200,16 +189,15 @@ class Part:
 
     @classmethod
     def of(cls, weights: Weights, name: str, holds: Holds = "weight") -> Part:
-        info, holds = weights.tensors[name], weights.holds or holds
-        read, held, share = partial(weights.read, name), weights.in_memory, weights.share(name)
-        known = name, info.shape, share, weights.grain, weights.factors_of(name)
-        return cls(info.dtype, read, held, holds, *known)
+        info, read = weights.tensors[name], partial(weights.read, name)
+        known = weights.share(name), weights.grain, weights.factors_of(name)
+        return cls(info.dtype, read, weights.holds or holds, name, info.shape, *known)
 
     @classmethod
     def in_memory(cls, tensor: Tensor, first: int = 0) -> Part:
         """A tensor as the elements of a larger one from `first` on."""
         flat = tensor.detach().reshape(-1)
-        return cls(tensor.dtype, lambda a, b, _: flat[a - first : b - first], held=True)
+        return cls(tensor.dtype, lambda a, b, _: flat[a - first : b - first])
 
 
 @dataclass(frozen=True)
@@ -257,13 +245,9 @@ class Item:
         return [part.factors[number] if part.factors else none for part in self.inputs]
 
     @property
-    def element_bytes(self) -> int:
-        """Bytes of one element of all parts, as they are stored."""
-        return sum(part.dtype.itemsize for part in self.parts)
-
-    @property
     def nbytes(self) -> int:
-        return self.numel * self.element_bytes
+        """Bytes of all parts, as they are stored."""
+        return self.numel * sum(part.dtype.itemsize for part in self.parts)
 
     @property
     def written(self) -> int:
@@ -274,43 +258,16 @@ class Item:
         """The item with its parts in memory, if they cannot be read in pieces."""
         if self.load is None:
             return self
-        found = [
-            replace(part, read=Part.in_memory(tensor).read, held=True)
-            for part, tensor in zip(self.parts, self.load(), strict=False)
-        ]
+        pairs = zip(self.parts, map(Part.in_memory, self.load()), strict=False)
+        found = [replace(part, read=loaded.read) for part, loaded in pairs]
         found += self.parts[len(found) :]  # such as the mean of a store, which is read in pieces
-        base, inputs = (None, found) if self.base is None else (found[0], found[1:])
-        return replace(self, base=base, inputs=tuple(inputs), load=None)
+        base = None if self.base is None else found.pop(0)
+        return replace(self, base=base, inputs=tuple(found), load=None)
 
     def whole(self, part: Part) -> Tensor:
-        buffer = torch.empty(0 if part.held else self.numel, dtype=part.dtype, device="cpu")
+        """A part of it, complete."""
+        buffer = torch.empty(self.numel, dtype=part.dtype, device="cpu")
         return part.read(self.first, self.first + self.numel, buffer)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements `start` to `stop` of an item: one task of one thread."""
-
-    item: Item
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.item.element_bytes
-
-
-def pieces_of(items: Sequence[Item], length: int) -> Iterator[Piece]:
-    """Cut items into pieces of at most `length` elements; an empty tensor is one piece."""
-    for item in items:
-        item = item.loaded()
-        stop = item.first + item.numel
-        for start in range(item.first, max(item.first + 1, stop), length):
-            yield Piece(item, start, min(start + length, stop))
 
 
 # A receiver of outputs: sink(item, start, stop, values). Several threads call it with the pieces of
@@ -329,17 +286,11 @@ class Engine:
 
 
 def device_of(name: torch.device | str) -> torch.device:
-    """The device of this name.
-
-    Raises:
-        UserError: the device is missing here, or lacks float64.
-    """
+    """The device of this name."""
     try:
         device = torch.device(name)
         torch.zeros(1, dtype=torch.float64, device=device).item()
     except (RuntimeError, AssertionError, TypeError, ImportError) as error:
-        reason = textwrap.shorten(str(error).partition("\n")[0].partition(". ")[0], 100)
-        raise UserError(
-            f"device `{name}` cannot be used here: {reason}; name another, such as cpu"
-        ) from error
+        told = f"{one_line(error).partition('. ')[0]:.100}; name another, such as cpu"
+        raise UserError(f"device `{name}` cannot be used here: {told}") from error
     return device

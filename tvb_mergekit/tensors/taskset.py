@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tvb_mergekit.names import tied_uses
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import vocabulary
 from tvb_mergekit.tensors.stream import Item, Part, StateDict, Weights
-from tvb_mergekit.tensors.ties import tie
+from tvb_mergekit.tensors.ties import SAME, tie
 
 QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
 ALIKE = "give models that were fine-tuned from this base, with their tensors named alike"
@@ -40,14 +40,10 @@ class TaskSet:
         left_out: Tensor -> reason why it stays the base's.
         tied: A tensor of the base that is tied to another -> the one that counts.
         sums: The unweighted Gram matrix, if it is known.
-        norms: The norms of the unweighted task vectors of the models, [T]; empty if the inputs are
-            models.
-        missed: The norms of the sampling errors, [T]; empty likewise.
         unchanged: The elements of tensors that no adapter changes: zeros of each task vector.
         folder: The base's folder, for its config.json and tokenizer.
         varying: `lambda`, `alpha` and `density` as the recipe has them.
         dtype: The recipe's output dtype.
-        built: Scales that the task vectors of a store have already, [T].
     """
 
     settings: Settings
@@ -58,16 +54,13 @@ class TaskSet:
     base_model: str = ""
     models: Sequence[str] = ()
     sources: Sequence[Weights] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    tied: Mapping[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
     sums: GramSums | None = None
-    norms: Sequence[float] = ()
-    missed: Sequence[float] = ()
     unchanged: int = 0
     folder: Path | None = None
     varying: Mapping[str, Any] = field(default_factory=dict)
     dtype: str | None = None
-    built: Sequence[float] = ()
 
     @property
     def names(self) -> list[str]:
@@ -80,12 +73,6 @@ class TaskSet:
         return any(part.share < 1 for item in self.items for part in item.inputs)
 
     @property
-    def lacking(self) -> torch.Tensor:
-        """The norm of what each weighted input lacks of its task vector, [T] float64."""
-        missed = torch.tensor(self.missed or [0.0] * len(self.tasks), dtype=torch.float64)
-        return missed * torch.tensor(self.weights, dtype=torch.float64).abs()
-
-    @property
     def adapters(self) -> list[Adapter]:
         return [source for source in self.sources if isinstance(source, Adapter)]
 
@@ -93,11 +80,6 @@ class TaskSet:
         """Raise UserError if a file of the inputs was changed after it was opened."""
         for weights in (self.base, *self.sources):
             weights.check_unchanged()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that one pass reads."""
-        return sum(item.nbytes for item in self.items)
 
     @property
     def model_bytes(self) -> int:
@@ -139,9 +121,6 @@ def why_left_out(
     Args:
         models: One part of each task; None: the model lacks the tensor.
         absent: The reason for tensors that a model lacks, if there is a better one.
-
-    Raises:
-        UserError: A model stores quantized codes, or a shape differs from the base's.
     """
     if settings.excludes(name):
         return EXCLUDED
@@ -184,37 +163,27 @@ def match(
     Returns:
         The task set, whose weights are 1, and a line about each model with tensors that nobody
         asked to leave out.
-
-    Raises:
-        UserError: A model shares no tensor with the base, the models lack most of the base, or no
-            tensor takes part; and as `why_left_out`.
     """
     tie([base, *sources])
     notes = _notes(base, sources, tasks, settings)
-    items: list[Item] = []
-    left_out: dict[str, str] = {}
-    tied: dict[str, str] = {}
+    made = TaskSet(settings, tasks, [1.0] * len(tasks), items := [], base, sources=sources)
     counted: dict[tuple[str, ...], str] = {}  # first names in base and models -> the name here
     for name, info in base.tensors.items():
         parts = [Part.of(each, name) if name in each.tensors else None for each in sources]
         base_part = Part.of(base, name)
         if reason := why_left_out(name, settings, tasks, base_part, parts):
-            left_out[name] = reason
+            made.left_out[name] = reason
             continue
         firsts = tuple(weights.canonical(name) for weights in (base, *sources))
-        if firsts in counted:
-            left_out[name] = f"the same tensor as {counted[firsts]}: counted once"
-            tied[name] = counted[firsts]
+        if (first := counted.setdefault(firsts, name)) != name:
+            made.left_out[name] = f"{SAME} {first}: counted once"
+            made.tied[name] = first
             continue
-        counted[firsts] = name
-        inputs = tuple(part for part in parts if part is not None)
-        items.append(Item(name, info.shape, base_part, inputs))
+        items.append(Item(name, info.shape, base_part, tuple(filter(None, parts))))
     if not items:
         raise UserError(NO_TENSOR)
-    check_words((base, *sources), tasks, [item.name for item in items])
-    weights = [1.0] * len(tasks)
-    made = TaskSet(settings, tasks, weights, items, base, sources=sources, left_out=left_out)
-    return replace(made, tied=tied), notes
+    check_words((base, *sources), tasks, made.names)
+    return made, notes
 
 
 def _notes(
@@ -228,11 +197,10 @@ def _notes(
         reasons = (("missing in the model", missing), ("not in the base", extra))
         found = ", ".join(f"{len(n)} {reason} ({listed(n)})" for reason, n in reasons if n)
         who = f"the model of task `{task}`"
-        if missing and len(missing) == len(wanted):
-            raise UserError(
-                f"{who} shares no floating-point tensor with the base: {found}; {ALIKE}"
-            )
         notes += [f"{who}: left out of its task vector: {found}"] if found else []
+        if missing and len(missing) == len(wanted):
+            said = f"{who} shares no floating-point tensor with the base"
+            raise UserError(f"{said}: {found}; {ALIKE}")
     whole, part = (sum(base.tensors[name].numel for name in names) for names in (wanted, lost))
     check_most(part, whole, "; ".join(notes))
     return notes

@@ -30,9 +30,7 @@ def tie(every: Sequence[Weights], names: Iterable[str] = ()) -> None:
     the tensor with which another model ties it. It is that of the other use of the embeddings, if
     the model has only one of the two uses.
     """
-    adapters = [each for each in every if each.under]
-    models = [each for each in every if each.holds is None]
-    models += [each.under for each in adapters if each.under]
+    models = [each.under or each for each in every if each.under or each.holds is None]
     wanted = dict.fromkeys(tied_uses(names))
     for model in models:
         _compare(model)
@@ -41,15 +39,15 @@ def tie(every: Sequence[Weights], names: Iterable[str] = ()) -> None:
     if any(map(_unties, models)):  # transformers would make up what an untied model lacks
         shared = [n.removesuffix("shared.weight") for n in wanted if n.endswith("shared.weight")]
         wanted |= dict.fromkeys(f"{start}{copy}" for start in shared for copy in COPIES)
-    for name in (name for each in adapters for name in each.changed):
+    for name in (name for each in every for name in each.changed):
         if INPUT_EMBEDDING.search(name):  # and so not the output layer
             wanted["embed_out.weight" if "embed_in" in name else "lm_head.weight"] = None
     for model in models:
         for name in [name for name in wanted if name not in model.tensors]:
             if found := _tied_to(name, model, models, wanted):
                 lend(model, name, found)
-    for adapter in adapters:
-        adapter.name_tensors()
+    for each in every:
+        each.name_tensors()
 
 
 def lend(model: Weights, name: str, of: str) -> None:

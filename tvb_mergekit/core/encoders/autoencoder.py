@@ -30,8 +30,8 @@ TRAINING = {
 def one_thread() -> Iterator[None]:
     """Give PyTorch one thread, and no autocast: several wait for each other at every step."""
     threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
-        torch.set_num_threads(1)
         with torch.autocast("cpu", enabled=False):
             yield
     finally:

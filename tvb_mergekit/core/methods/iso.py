@@ -40,7 +40,6 @@ def isotropic(
     floor = NULL * float(sizes[:1].sum())
     for base, noisy in zip(bases, noise, strict=True):
         own = base.double()
-        own = base.double()
         own = own - shared @ (shared.T @ own)  # B_m - U U^T B_m
         # whose small singular values are compared with those of the sum
         every.append(top_triples(own, each, max(floor, noisy)))
