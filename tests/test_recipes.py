@@ -29,7 +29,8 @@ MERGEBENCH = ["instruction", "math", "coding", "multilingual", "safety"]
 ADAPTERS = ["gsm8k", "magicoder", "conllpp", "cnn", "agnews_explained"]
 # recipe -> its tasks, and M
 PROMISED: dict[str, tuple[list[str], int]] = {
-    "quickstart.yml": (SHIPPED[1:], 4), "quickstart-ae.yml": (SHIPPED[1:], 4),
+    "quickstart.yml": (SHIPPED[1:], 4), "quickstart-ta.yml": (SHIPPED[1:], 4),
+    "quickstart-ae.yml": (SHIPPED[1:], 4),
     "quickstart-ties.yml": (SHIPPED[1:], 4), "quickstart-iso.yml": (SHIPPED[1:], 4),
     "quickstart-forget.yml": (SHIPPED[1:], 6), "mergebench-llama3.2-3b-ae.yml": (MERGEBENCH, 2),
     "mergebench-llama3.2-3b-balanced.yml": (MERGEBENCH, 2),
