@@ -70,7 +70,8 @@ def planned(name: str, world: World) -> dict[str, Any]:
             made["base_model"], made["dtype"] = str(models.base), "float32"
             if "forget" in made["parameters"]:
                 made["parameters"]["forget"] = models.tasks[tasks.index("coding")]
-            made["parameters"]["num_bases"] = min(2, len(listed) - 1)
+            if "num_bases" in made["parameters"]:
+                made["parameters"]["num_bases"] = min(2, len(listed) - 1)
     return made
 
 

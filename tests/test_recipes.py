@@ -36,7 +36,7 @@ PROMISED: dict[str, tuple[list[str], int]] = {
     "mergebench-llama3.2-3b-balanced.yml": (MERGEBENCH, 2),
     "mergebench-llama3.2-3b-ties.yml": (MERGEBENCH, 2),
     "mergebench-llama3.2-3b-forget.yml": (MERGEBENCH, 3),
-    "mistral-7b-qlora.yml": (ADAPTERS, 2),
+    "mistral-7b-qlora.yml": (ADAPTERS, 5),
 }  # fmt: skip
 
 

