@@ -25,15 +25,6 @@ ENCODERS = "test_encoders.py"
 MERGING = "test_core_properties.py"
 # (file in core, old text, new text), by the tests that are to notice them
 MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
-    "test_learn.py": [
-        ("learned.py", "merged, unseen * bases", "merged, 0 * bases"),
-        ("learned.py", "clamp(max=tasks / count)", "clamp(max=1)"),
-        ("learned.py", ".diagonal_scatter(one.diagonal())", ""),
-        ("learned.py", "one, alpha=sum(weights)", "one, alpha=1"),
-        ("learned.py", "right[:, dead] = unseen *", "right[:, dead] = 0 *"),
-        ("learned.py", "root).T.mul(scales)", "root).T"),
-        ("learned.py", "masks.sum(0).clamp(min=1)", "masks.amax(0).clamp(min=1)"),
-    ],
     "test_matrices.py": [
         ("methods/iso.py", "sizes.sum() / rank)\n    top", "sizes.max())\n    top"),
         ("methods/iso.py", "own = own - shared", "own = own + shared"),

@@ -20,12 +20,11 @@ from typing import Any
 import pytest
 import torch
 import torchgen
-from passing import combine, gram_of, held_item
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from worlds import state_dicts
+from worlds import held_item, state_dicts
 
 from tvb_mergekit import Bases, attach, build
 from tvb_mergekit.cli.options import auto_device
@@ -35,11 +34,12 @@ from tvb_mergekit.core.settings import resolve_settings
 from tvb_mergekit.learn.statistics import regression_mean
 from tvb_mergekit.store import attach as attaching
 from tvb_mergekit.store.api import base_of
-from tvb_mergekit.store.export import items_of
+from tvb_mergekit.store.export import combine, items_of
 from tvb_mergekit.tensors import passes, stream
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.merging import build_basis, merge_items
 from tvb_mergekit.tensors.output import MemorySink
+from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.stream import CPU, Engine
 from tvb_mergekit.tensors.taskset import TaskSet
 
@@ -53,7 +53,7 @@ PIECES = 7
 SUMS = 2 * len(SHAPES)  # back: G and the base's norm, of each tensor
 GRAM = PIECES * (1 + T), SUMS
 LINEAR = PIECES * (1 + T) + 1, PIECES  # also the weights; back: the outputs
-COUNT = PIECES * (1 + T) + 2, 1  # also the weights and the histogram, which comes back
+COUNT = PIECES * (1 + T) + 1, 1  # also the weights; back: the histogram
 TRIM = PIECES * (1 + T) + 1, PIECES  # also the weights
 
 
@@ -240,7 +240,7 @@ def copies(device: Device, run: Callable[[torch.device], Mapping[str, Any]]) -> 
 
 def test_gram(folder: Path, device: Device) -> None:
     items = items_in(folder)
-    assert copies(device, lambda d: vars(gram_of(items, TASKS, Engine(d)))) == GRAM
+    assert copies(device, lambda d: vars(gram_pass(items, TASKS, Engine(d)))) == GRAM
 
 
 def merged(method: str, items: Any, engine: Engine, keys: Any) -> dict[str, Tensor]:
@@ -301,7 +301,7 @@ def test_stores(stored: tuple[Path, Bases], device: Device) -> None:
 
     def run(on: torch.device) -> Mapping[str, Tensor]:
         sink = MemorySink(items)
-        combine(items, torch.full((T, 1), 0.5), sink, Engine(on), add_base=True)
+        combine(items, torch.full((T, 1), 0.5), sink, Engine(on))
         return sink.states[0]
 
     pieces = len(SHAPES) if store.facts.vectors[0].codec != "dense" else PIECES  # complete blocks
@@ -350,4 +350,4 @@ def test_an_error_in_one_worker_stops_the_others() -> None:
     made[2, 2, 17] = torch.nan
     items = [held_item(f"layer.{n}", base, models) for n, (base, *models) in enumerate(made)]
     with pytest.raises(ValueError, match=r"layer\.2.*`b` holds 1 NaN"):
-        gram_of(items, TASKS[:2], Engine(CPU))
+        gram_pass(items, TASKS[:2], Engine(CPU))

@@ -12,9 +12,9 @@ import torch
 from commands import assert_close
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
-from passing import gram_of, held_item, merge_tensor
 from reference import Array, Dense
 from torch import Tensor
+from worlds import held_item
 
 from tvb_mergekit.core.basis import Basis, Step, Tunables, build, warnings
 from tvb_mergekit.core.gram import SUMMED, GramSums, check_copied
@@ -24,6 +24,7 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import passes
 from tvb_mergekit.tensors.merging import build_basis, merge_items
 from tvb_mergekit.tensors.output import MemorySink
+from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.stream import Item, Part
 from tvb_mergekit.tensors.taskset import TaskSet
 
@@ -77,10 +78,10 @@ class Models:
         return build_basis(TaskSet(settings, self.tasks, self.weights, self.items()))
 
     def merged(self, basis: Basis, tunables: Tunables, out: torch.dtype) -> State:
-        return {
-            n: merge_tensor(basis, n, base, self.listed(n), tunables, out, CPU)
-            for n, base in self.base.items()
-        }
+        items = [replace(item, out=out, tunables=tunables) for item in self.items()]
+        sink = MemorySink(items)
+        merge_items(basis, items, sink)
+        return sink.states[0]
 
 
 def read_part(tensor: Tensor) -> Part:
@@ -97,7 +98,7 @@ def read_part(tensor: Tensor) -> Part:
 @given(st.data())
 def test_the_sums_equal_the_dense_products(data: st.DataObject) -> None:
     made = Models(data)
-    sums = gram_of(made.items(), made.tasks).scaled(made.weights)
+    sums = gram_pass(made.items(), made.tasks).scaled(made.weights)
     tau = made.dense.tau
     scale = np.outer(np.linalg.norm(tau, axis=0), np.linalg.norm(tau, axis=0))
     assert (np.abs(sums.gram.numpy() - tau.T @ tau) <= 5e-6 * scale).all()  # float32 sums
@@ -115,7 +116,7 @@ def test_the_sums_do_not_depend_on_how_they_are_shared(data):
     with mock.patch.object(passes, "PIECE", 1), mock.patch.object(passes, "SHORTEST", 64):
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            found.append(gram_of(made.items(threads == 1), made.tasks).gram)
+            found.append(gram_pass(made.items(threads == 1), made.tasks).gram)
     torch.set_num_threads(before)
     assert torch.equal(*found)
 

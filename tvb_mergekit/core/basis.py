@@ -107,10 +107,9 @@ class Tunables:
 
 @dataclass
 class Combination:
-    """Coefficients of the N vectors that a merge combines.
+    """Coefficients of the N vectors that a merge combines: T task vectors, or M bases of a store.
 
-    The vectors are the T task vectors of a recipe (`Basis`), or the M bases of a store
-    (`over_bases`). `histogram` counts the magnitudes of each basis over all tensors, for TIES.
+    `histogram` counts the magnitudes of each basis over all tensors, for TIES.
     """
 
     settings: Settings
@@ -135,14 +134,13 @@ class Combination:
     def directions(self) -> Mapping[str, Tensor]:
         """The directions that `lambda` (times `scale`) and `alpha` scale, each [N] float64.
 
-        Methods that merge complete matrices use the mean of the bases for all other tensors, as
-        their papers do, for any scale.
+        Methods that merge matrices use the mean of the bases for all other tensors, for any scale.
         """
         method, encoder = METHODS[self.settings.method], self.weighted_encoder
         if method.merges != "sums":
             return {"lambda": encoder.sum(1) / (self.num_bases * self.scale)}
-        offered = {"reconstruction": self.weighted_reconstruction, "tasks": self.tasks}
-        return method(self.settings, encoder, **offered)
+        reconstruction = self.weighted_reconstruction
+        return method(self.settings, encoder, reconstruction=reconstruction, tasks=self.tasks)
 
     @property
     def trims(self) -> bool:

@@ -4,12 +4,9 @@ Below the budget a new task vector joins the bases. At the budget the M bases B 
 M - 1, U = B W_e, and the new task vector joins U. The cost of a step depends on M alone: a step
 reads the M bases and the new model, never a previous model.
 
-Two things are known for every task ever added:
-* the composed encoder E [T, M]: B = T E. A step makes it [[E W_e, 0], [0, 1]]; products of convex
-  columns stay convex.
-* the composed decoder D [M, T]: tau_hat = B D. A step makes it [[W_d D, 0], [0, 1]].
-
-Errors follow from the Gram matrix of all tasks. It is known until a task joins compressed bases.
+A step makes the composed encoder E [T, M], B = T E, to [[E W_e, 0], [0, 1]], whose columns stay
+convex, and the composed decoder D [M, T], tau_hat = B D, to [[W_d D, 0], [0, 1]]. Errors follow
+from the Gram matrix of all tasks. It is known until a task joins compressed bases.
 """
 
 from __future__ import annotations
@@ -59,8 +56,7 @@ def add_task(
         [M + 1, M'] from the M previous bases and the new task vector to the new bases, and the
         buffer of T + 1 tasks.
     """
-    count = len(products) - 1
-    products = (products + products.T) / 2
+    products, count = (products + products.T) / 2, len(products) - 1
     inner = torch.eye(count, dtype=torch.float64)
     encoder, decoder, weights = buffer.encoder, buffer.decoder, buffer.basis_weights
     if count >= budget:  # U = B W_e

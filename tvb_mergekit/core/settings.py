@@ -24,8 +24,6 @@ from tvb_mergekit.names import is_linear
 
 BASES, METHODS = encoders.BASES, methods.METHODS
 MATRIX_METHODS = tuple(name for name, each in METHODS.items() if each.merges == "matrices")
-
-
 Weight = Annotated[float, Field(gt=0, le=1e6)] | Annotated[float, Field(lt=0, ge=-1e6)]
 # Of every method and every basis
 SHARED = {

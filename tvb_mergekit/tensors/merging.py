@@ -216,7 +216,7 @@ def merge_one(
         encoder: of the bases, from the inputs of `item`, [N, M].
         merging: the bases [M, ...] -> D [...], float32.
     """
-    item = item.loaded()
+    item, engine = item.loaded(), replace(engine, progress=silent)
     bases = _bases_of(item, encoder, engine)
     with torch.no_grad():
         merged = merging(bases)
@@ -271,8 +271,8 @@ def _bases_of(
     def hold(_item: Item, start: int, stop: int, values: Tensor) -> None:
         bases[:, start - item.first : stop - item.first] = values
 
-    plain, quiet = replace(item, out=torch.float32), replace(engine, progress=silent)
-    combine_pass([plain], {item.name: Step.of(encoder)}, hold, quiet, sums=sums)
+    plain = replace(item, out=torch.float32)
+    combine_pass([plain], {item.name: Step.of(encoder)}, hold, engine, sums=sums)
     return bases.view(count, *item.shape).to(engine.device)
 
 
@@ -333,6 +333,5 @@ def _write(
     merged = merged.to("cpu")
     direction = replace(Part.in_memory(merged, matrix.first), holds="delta")
     step = Step([(scale, torch.ones(1, 1))], add_base)
-    quiet = replace(engine, progress=silent)
-    combine_pass([replace(matrix, inputs=(direction,))], {matrix.name: step}, sink, quiet)
+    combine_pass([replace(matrix, inputs=(direction,))], {matrix.name: step}, sink, engine)
     return float(torch.linalg.vector_norm(merged)) > FAR * together

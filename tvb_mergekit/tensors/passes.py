@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
@@ -38,6 +37,7 @@ AHEAD = 2  # results that may wait for an earlier one
 TABLES = 2**29  # bytes of all threads' histograms
 ALONE = threading.Lock()  # of `use_one_thread`
 Result = TypeVar("Result")
+Found = tuple[Tensor, Tensor]  # of `RunningSums`, in a piece
 
 
 @dataclass(frozen=True)
@@ -129,12 +129,14 @@ def run(
     title: str,
     extra: int = 0,
     grain: int = 1,
+    threads: int = THREADS,
 ) -> Iterator[tuple[Piece, Result]]:
     """Yield each piece of the items with `work(piece, reader)`, in order.
 
     Args:
         extra: float32 rows that `work` needs beside theta_0 and the task vectors.
         grain: pieces begin at its multiples; a power of two.
+        threads: at most.
     """
     update = engine.progress(title, sum(item.nbytes for item in items))
     rows = 1 + max((len(item.inputs) for item in items), default=0)
@@ -151,7 +153,7 @@ def run(
         with torch.no_grad():
             return work(piece, local.reader)
 
-    threads = min(torch.get_num_threads(), THREADS) if device.type == "cpu" else DEVICE_THREADS
+    threads = min(torch.get_num_threads() if device.type == "cpu" else DEVICE_THREADS, threads)
     waiting: deque[tuple[Piece, Future[Result]]] = deque()
     pool = ThreadPoolExecutor(threads, "tvb-pass")
     try:
@@ -187,21 +189,24 @@ class RunningSums:
 
     def __init__(self, tasks: Sequence[str], inner: bool = True) -> None:
         self.tasks, self.inner = tasks, inner
-        self._open = list[tuple[Tensor, Tensor]]()  # of the tensor that is read, on the device
+        self._open = list[Found]()  # of the tensor that is read, on the device
         self._each: list[GramSums] = []  # of complete tensors
 
-    def of(self, base: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-        """G (or its diagonal) of a piece [T, T] and ||theta_0||^2, float64 on the device."""
+    def of(self, item: Item, base: Tensor, tau: Tensor) -> Found | None:
+        """G (or its diagonal) of a piece [T, T] and ||theta_0||^2, float64 on the device.
+
+        None of a tensor's second name.
+        """
+        if item.counted_as not in (None, item.name):
+            return None
         own = products(tau) if self.inner else squares(tau).diag()
         return own, squares(base[None])[0]
 
-    def add(self, piece: Piece, found: tuple[Tensor, Tensor] | None) -> None:
+    def add(self, piece: Piece, found: Found | None) -> None:
         """Add what `of` found in the next piece. Raise UserError if an input is not finite."""
         item = piece.item
-        if found is None or item.counted_as not in (None, item.name):  # a tensor's second name
-            return
-        self._open.append(found)
-        if piece.stop < item.first + item.numel:
+        self._open += [found] if found else []
+        if not found or piece.stop < item.first + item.numel:
             return
         own, base_squares = (torch.stack(each).sum(0) for each in zip(*self._open, strict=True))
         gram, square = symmetric(own), float(base_squares)
@@ -225,7 +230,11 @@ def gram_pass(items: Sequence[Item], tasks: Sequence[str], engine: Engine = Engi
     if not mine:
         raise UserError(NO_TENSOR)
     mine = mine[ranks.part_of(mine)]
-    for piece, found in run(mine, lambda p, r: sums.of(*r.task_vectors(p)), engine, "Gram matrix"):
+
+    def work(piece: Piece, reader: Reader) -> Found | None:
+        return sums.of(piece.item, *reader.task_vectors(piece))
+
+    for piece, found in run(mine, work, engine, "Gram matrix"):
         sums.add(piece, found)
     return sums.total()
 
@@ -237,33 +246,26 @@ def count_pass(
     sums: RunningSums | None = None,
 ) -> Histogram:
     """The magnitudes of the bases B = T @ encoder in all items; `sums` of the same pass."""
-    count = encoder.shape[1]
-    weights = encoder.T.to(engine.device, torch.float32)
-    most = max(1, min(THREADS, TABLES // (8 * BINS * count)))
-    free: SimpleQueue[Histogram] = SimpleQueue()
-    tables = [Histogram(count) for _ in range(min(most, torch.get_num_threads()))]
-    for table in tables:
-        table.counts = table.counts.to(engine.device)
-        free.put(table)
+    weights, local = encoder.T.to(engine.device, torch.float32), threading.local()
+    count = len(weights)
+    tables = [Histogram(count)]
 
-    def work(piece: Piece, reader: Reader) -> tuple[Tensor, Tensor] | None:
+    def work(piece: Piece, reader: Reader) -> Found | None:
         base, tau = reader.task_vectors(piece)
-        found = None if sums is None else sums.of(base, tau)
-        bases = weights @ tau
-        table = free.get()  # 9 MB a basis: waits if memory has fewer of them than threads
-        try:
-            table.add(bases)
-        finally:
-            free.put(table)  # others may wait for it
-        return found
+        if not hasattr(local, "table"):
+            local.table = Histogram(count, engine.device)
+            tables.append(local.table)
+        local.table.add(weights @ tau)
+        return sums.of(piece.item, base, tau) if sums else None
 
+    threads = max(1, TABLES // (8 * BINS * count))  # 9 MB a basis
     # The bins of one basis are int32, their ones int64.
-    for piece, found in run(items, work, engine, "Trim thresholds", extra=count + 3):
+    title, extra = "Trim thresholds", count + 3
+    for piece, found in run(items, work, engine, title, extra, threads=threads):
         if sums is not None:
             sums.add(piece, found)
     for table in tables[1:]:
-        tables[0].counts += table.counts
-    tables[0].counts = tables[0].counts.cpu()
+        tables[0].counts += table.counts.cpu()
     return tables[0]
 
 
@@ -289,14 +291,13 @@ def combine_pass(
     on_device = functools.cache(lambda step: step.on(engine.device))
     items = [item if item.name in steps else alone_of(item) for item in items]
 
-    def work(piece: Piece, reader: Reader) -> tuple[Tensor, Tensor] | None:
+    def work(piece: Piece, reader: Reader) -> Found | None:
         item, found = piece.item, None
         if (step := steps.get(item.name)) is None:
             values = _cast_base(item, reader.stored(item.parts[0], piece))[None]
         else:
             base, tau = reader.task_vectors(piece)
-            if sums is not None and item.counted_as in (None, item.name):
-                found = sums.of(base, tau)
+            found = sums.of(item, base, tau) if sums else None
             values = on_device(step)(base, tau).to(item.out).cpu()
             try:
                 check_output(item.name, values, item.out)

@@ -124,7 +124,7 @@ def why_left_out(
     """
     if settings.excludes(name):
         return EXCLUDED
-    named = [("the base", base), *zip((f"task `{task}`" for task in tasks), models, strict=True)]
+    named = zip(("the base", *(f"task `{task}`" for task in tasks)), (base, *models), strict=True)
     parts = [(who, part) for who, part in named if part is not None]
     for who, part in parts:
         if part.dtype in QUANTIZED:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from tvb_mergekit.core.gram import AT_ONCE
 from tvb_mergekit.names import INPUT_EMBEDDING, OUTPUT_EMBEDDING, tied_uses
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.stream import Weights
@@ -68,16 +67,10 @@ def _compare(model: Weights) -> None:
 
 
 def _equal(model: Weights, one: str, other: str) -> bool:
-    info = model.tensors[one]
-    if (info.shape, info.dtype) != (model.tensors[other].shape, model.tensors[other].dtype):
+    first, second = model.tensors[one], model.tensors[other]
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
-    buffers = [torch.empty(min(AT_ONCE, info.numel), dtype=info.dtype) for _ in range(2)]
-    for start in range(0, info.numel, AT_ONCE):
-        stop = min(start + AT_ONCE, info.numel)
-        pairs = zip((one, other), buffers, strict=True)
-        if not torch.equal(*(model.read(n, start, stop, b).view(torch.uint8) for n, b in pairs)):
-            return False
-    return True
+    return torch.equal(*(model.tensor(n).reshape(-1).view(torch.uint8) for n in (one, other)))
 
 
 def _tied_to(

@@ -87,16 +87,12 @@ class Gram:
         """The result; the decoder defaults to least squares. R = W_e W_d + `mean` 11^T."""
         decoder = self.decoder(encoder) if decoder is None else decoder
         reconstruction = encoder @ decoder + mean
-        return Encoding(
-            _tensor(encoder),
-            _tensor(decoder),
-            _tensor(reconstruction),
-            _tensor(self.values),
-            # ||T R - T||_F^2 = ||F (R - I)||_F^2 (paper Eqs. 5 and 6)
-            float(np.square(self.root @ (reconstruction - np.eye(self.size))).sum()),
-            # the eigenvalues beyond the M-th (Eq. 7)
-            float(self.values[encoder.shape[1] :].sum()),
-        )
+        # ||T R - T||_F^2 = ||F (R - I)||_F^2 (paper Eqs. 5 and 6)
+        loss = float(np.square(self.root @ (reconstruction - np.eye(self.size))).sum())
+        # the eigenvalues beyond the M-th (Eq. 7)
+        bound = float(self.values[encoder.shape[1] :].sum())
+        coefficients = _tensor(encoder), _tensor(decoder), _tensor(reconstruction)
+        return Encoding(*coefficients, _tensor(self.values), loss, bound)
 
 
 def _tensor(array: Array) -> Tensor:

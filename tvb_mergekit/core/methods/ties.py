@@ -54,8 +54,8 @@ class Histogram:
     Several histograms add up by their `counts`.
     """
 
-    def __init__(self, rows: int) -> None:
-        self.counts = torch.zeros(rows, BINS, dtype=torch.int64, device="cpu")
+    def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
+        self.counts = torch.zeros(rows, BINS, dtype=torch.int64, device=device)
 
     def add(self, values: Tensor) -> None:
         """Count `values` [rows, n], float32, on the device of the counts."""
