@@ -400,7 +400,7 @@ def keep(folder: Path, base: State, *models: State, samples: Sequence[Draw] = ()
         inputs = tuple(Part.of(source, name) for source in sources)
         items.append(Item(name, tuple(tensor.shape), own, inputs))
     paths = [folder / f"{k}.safetensors" for k in range(len(models))]
-    coding.keep(paths, items, samples)
+    coding.keep({path: path.stem for path in paths}, items, samples)
     return [Coded(path, start) for path in paths]
 
 

@@ -17,13 +17,15 @@ from tvb_mergekit.core.encoders.linear import Array
 from tvb_mergekit.errors import counted, listed, megabytes
 from tvb_mergekit.figures import BLUE, DARK, LABEL, ORANGE, rendered
 from tvb_mergekit.store.inspection import Inspection
-from tvb_mergekit.store.report import WIDE, cosine_sheet, measures, row_sums
+from tvb_mergekit.store.report import measures, row_sums, vectors
 from tvb_mergekit.tables import Sheet, matrix, printable, shortened, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from torch import Tensor
 
+WIDE = 12  # tasks beyond which a line stands for a T x T table
 UNKNOWN = "not known: no Gram matrix of all tasks is (after compression, or in a merge without G)"
 
 
@@ -35,8 +37,8 @@ def print_inspection(found: Inspection, console: Console) -> None:
     show(_remarks(found), console)
     cosines, encoder = found.cosines, found.tensors.get("encoder")
     parts = [_tasks(found, names)]
-    parts.append(f"Cosines: {UNKNOWN}" if cosines is None else cosine_sheet(names, cosines))
-    if encoder is not None and not found.whole:
+    parts.append(f"Cosines: {UNKNOWN}" if cosines is None else _cosines(names, cosines))
+    if encoder is not None and not found.facts.whole:
         heads = [f"B{m}" for m in range(encoder.shape[1])]
         parts.append(matrix("Encoder weights", names, heads, encoder.tolist()))
     parts.append(_choices(found) if found.choices else f"What other M would retain: {UNKNOWN}")
@@ -47,12 +49,9 @@ def print_inspection(found: Inspection, console: Console) -> None:
 def headline(found: Inspection) -> str:
     """Kind, M of T, form and base in one line."""
     facts, form = found.facts, forms(found) or found.facts.dtype
-    basis, held = facts.parameters.get("basis", "ae"), counted(len(facts.tasks), "task vector")
-    if basis != "none":
-        held = f"{counted(facts.num_bases, f'{basis} basis vector')} of {held}"
     what = f"Merge by {facts.method}" if found.built else f"Recipe for {facts.method}, not built"
     kind = "Store of " if found.whole else "Store: " if found.store else f"{what}: "
-    return f"{kind}{held}{f' ({form})' if form else ''}, base {facts.base_model}"
+    return f"{kind}{vectors(facts)}{f' ({form})' if form else ''}, base {facts.base_model}"
 
 
 def forms(found: Inspection) -> str:
@@ -74,6 +73,15 @@ def size_line(found: Inspection) -> str:
     return f"{megabytes(found.sizes['store'])}, {more}"
 
 
+def _cosines(names: Sequence[str], values: Tensor) -> Sheet | str:
+    """The cosines [T, T] as a table; of many tasks the least and the largest, in a line."""
+    if len(names) <= WIDE:
+        return matrix("Cosines between the task vectors", names, names, values.tolist())
+    pairs = [(float(values[i, j]), i, j) for i in range(len(names)) for j in range(i)]
+    ends = [f"{value:.3f} ({names[i]}, {names[j]})" for value, i, j in (min(pairs), max(pairs))]
+    return f"Cosines between the {len(names)} task vectors: {' to '.join(ends)}"
+
+
 def _remarks(found: Inspection) -> list[str]:
     """Lines on sizes, the loss against its bounds, and tensors left out."""
     facts, store = found.facts, found.store
@@ -93,11 +101,11 @@ def _tasks(found: Inspection, names: list[str]) -> Sheet | str:
     """Norm, error and row sum of each task; of a store of tasks bits and bytes, no row sum."""
     facts, encoder = found.facts, found.tensors.get("encoder")
     base = None if "base" in facts.tasks else facts.norms.get("base")
-    last = {"row sum": ["?"] * len(names)}
+    last = {} if facts.whole else {"row sum": ["?"] * len(names)}
     if found.whole:
         bits, sizes = [f"{each:.3g}" for each in found.bits], [*map(megabytes, found.bytes)]
         last = {"bits": bits, "bytes": sizes}
-    elif encoder is not None:
+    elif encoder is not None and not facts.whole:
         last["row sum"] = [f"{round(total, 3) + 0.0:.3f}" for total in row_sums(facts, encoder)]
     norms, lost = [facts.norms[task] for task in facts.tasks], found.errors
     columns = {
@@ -138,7 +146,7 @@ def _figure(found: Inspection) -> Figure:
     panels: dict[str, Callable[[Axes], None]] = {}
     if (cosines := found.cosines) is not None:
         panels["Cosines between the task vectors"] = partial(_matrix, cosines.numpy(), names, names)
-    if encoder is not None and not found.whole:
+    if encoder is not None and not found.facts.whole:
         heads = [f"B{m}" for m in range(encoder.shape[1])]
         panels["Encoder weights"] = partial(_matrix, encoder.numpy(), names, heads)
     norms, lost = ([of[task] or 0.0 for task in facts.tasks] for of in (facts.norms, found.errors))

@@ -19,6 +19,7 @@ from tvb_mergekit.tensors import ranks
 if TYPE_CHECKING:
     from tvb_mergekit.store.inspection import Inspection
     from tvb_mergekit.store.store import Bases
+    from tvb_mergekit.tensors.taskset import TaskSet
 
 WAYS = ("add", "ties", "iso", "tsvm", "wudi")  # the names of `store.recipes`, which imports torch
 
@@ -95,7 +96,8 @@ def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
 
 
 def _inspection(path: str, values: dict[str, Any]) -> Inspection:
-    from tvb_mergekit.store.facts import FACTS, FOLDER, read_output, unnamed_files
+    from tvb_mergekit.store.facts import FACTS, FOLDER
+    from tvb_mergekit.store.files import read_output, unnamed_files
     from tvb_mergekit.store.inspection import Inspection
     from tvb_mergekit.store.store import load
 
@@ -133,9 +135,9 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
 def add(store: str, model: str, task: str, base: str | None, **values: Any) -> None:
     """Add the task of a fine-tuned MODEL to STORE.
 
-    MODEL becomes one more vector; no earlier model is read. If STORE would then hold more than
-    --budget vectors, they are compressed by one first (Algorithm 1 of the paper); the budget is
-    kept for later additions. If STORE does not exist, give --base.
+    MODEL, or an adapter of the base, becomes one more vector; no earlier model is read. If STORE
+    would then hold more than --budget vectors, they are compressed by one first (Algorithm 1 of the
+    paper); the budget is kept for later additions. If STORE does not exist, give --base.
 
     \b
     Example:
@@ -146,24 +148,29 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
     cli.import_mergekit()
     from tvb_mergekit.plugin.document import from_mapping
     from tvb_mergekit.plugin.inputs import read_inputs
-    from tvb_mergekit.store.add import Growth, add_task
+    from tvb_mergekit.store.add import add_task
     from tvb_mergekit.store.recipes import with_paths
-    from tvb_mergekit.store.store import is_store, load
 
-    engine, parameters, names = cli.engine_of(values), {"basis": "none"}, list[str]()
-    if is_store(store):
-        bases = load(store)
-        base, names = cli.base_of(bases, base)[0], bases.facts.tensors
-        parameters |= {"exclude": bases.settings.exclude} if bases.settings.exclude else {}
-    elif base is None:
-        raise UserError(f"{store}: no such store; a new one needs --base BASE")
-    new = {"model": model, "parameters": {"task": task, "weight": values["weight"]}}
-    recipe = {"merge_method": "basis_ta", "base_model": base, "models": [new]}
-    document = from_mapping(with_paths({**recipe, "parameters": parameters}))
-    inputs = read_inputs(document, cli.model_options(values), names)
-    doubt, dtype = logging.warning if values["force"] else _refuse, cli.dtype_of(values["dtype"])
-    growth = Growth(values["budget"], values["compress"], dtype, doubt)
-    _tell(add_task(store, inputs, growth, engine))
+    engine, options, own = cli.engine_of(values), cli.model_options(values), {"task": task}
+
+    def inputs_for(bases: Bases | None) -> TaskSet:
+        name, names, parameters = base, list[str](), {"basis": "none"}
+        if bases is not None:
+            name, names = cli.base_of(bases, base)[0], bases.facts.tensors
+            parameters |= {"exclude": bases.settings.exclude} if bases.settings.exclude else {}
+        elif name is None:
+            raise UserError(f"{store}: no such store; a new one needs --base BASE")
+        new: object = model
+        if Path(model, "adapter_config.json").is_file():
+            new = {"model": {"path": name}, "lora": {"path": model}}
+        listed = [{"model": new, "parameters": {**own, "weight": values["weight"]}}]
+        recipe = {"merge_method": "basis_ta", "base_model": name, "models": listed}
+        document = from_mapping(with_paths({**recipe, "parameters": parameters}))
+        return read_inputs(document, options, names)
+
+    size, dtype = (values["budget"], values["compress"]), cli.dtype_of(values["dtype"])
+    doubt = logging.warning if values["force"] else _refuse
+    _tell(add_task(store, inputs_for, engine, *size, dtype, doubt))
 
 
 def _refuse(doubt: str) -> None:
@@ -212,7 +219,7 @@ def _tell(bases: Bases) -> None:
     if {vector.codec for vector in bases.facts.vectors} == {"lossless"}:
         click.echo("Every bit comes back: you may delete the models, but not the base.")
     elif known := [(e, task) for task, e in bases.facts.errors.items() if e is not None]:
-        mend = "To get tasks back: no `basis`, `num_bases` and `--budget`. Keep the models."
+        mend = "Keep the models; to get tasks back, build without `basis` and `num_bases`."
         error, task = max(known)
         line = f"Largest relative error of a task: {error:.3g} ({task})."
         click.echo(line if bases.whole else f"{line} {mend}")

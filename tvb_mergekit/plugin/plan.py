@@ -309,14 +309,9 @@ class Plan:
         """basis.json and basis.safetensors of the merge."""
         learned, bases, basis = self.learned, self.recipe.bases, self.basis
         tunables = self.tensors.tunables if learned is None else {}
-        if not isinstance(basis, Basis):
-            assert bases is not None
-            weights = basis.weighted_encoder.diagonal().tolist()
-            own = self.tensors.left_out, tunables, self.tensors.out_dtype
-            facts = report.facts_over_store(bases.facts, basis, weights, *own)
-            tensors = dict(bases.tensors)
-        else:
-            facts, tensors = report.facts(self.tasks, basis, tunables), report.tensors_of(basis)
+        store = self.recipe.store
+        facts = report.facts(self.tasks, basis, tunables, store.facts if store else None)
+        tensors = report.tensors_of(basis) if store is None else dict(store.tensors)
         if bases is not None:
             facts = facts.but(from_store=bases.place)
         return facts if learned is None else facts.but(method=learned.method), tensors

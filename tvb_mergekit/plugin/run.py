@@ -24,6 +24,7 @@ from mergekit.card import generate_card
 from mergekit.common import parse_kmb
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
+from rich.console import Console
 
 from tvb_mergekit.core.settings import METHODS
 from tvb_mergekit.errors import UserError, check_names, one_line, refusing, unwinding
@@ -35,6 +36,7 @@ from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.stores import refuse_stores
 from tvb_mergekit.progress import logging_above_bars
 from tvb_mergekit.store import report
+from tvb_mergekit.tables import show
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import weight_files
 from tvb_mergekit.tensors.output import (
@@ -260,14 +262,13 @@ def finish(stage: StagedFolder, plan: Plan, started: float) -> None:
     seconds = plan.basis.seconds
     seconds["merge"] = time.perf_counter() - started - sum(seconds.values())
     facts, tensors = plan.report()
-    report.write_files(stage.path, facts, tensors)
-    if plan.options.write_model_card:
-        report.add_card_section(stage.path / "README.md", facts, tensors)
+    report.write_report(stage.path, facts, tensors, plan.options.write_model_card)
     if plan.learned is not None:
         plan.learned.write(stage.path)
     stage.publish()
     if not plan.options.quiet:
         try:
-            report.print_summary(facts, tensors, str(stage.out))
+            lines = report.summary(facts, str(stage.out))
+            show(lines, Console(soft_wrap=True, highlight=False))
         except Exception as error:  # a closed pipe, a terminal without the characters
             LOG.warning("the merge is complete, but its summary cannot be printed: %s", error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,139 +21,124 @@ from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.settings import VARYING_KEYS, check_tasks
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.store.build import (
-    build_store,
-    in_memory,
-    local_path,
-    lost,
-    planned_task,
-    written,
-)
-from tvb_mergekit.store.change import changing
-from tvb_mergekit.store.facts import StoreFacts, Vector, subset
+from tvb_mergekit.store.build import Warn, fill, local_path, lost, planned_task, states_of, written
+from tvb_mergekit.store.change import Change, changing
+from tvb_mergekit.store.facts import StoreFacts, Vector
 from tvb_mergekit.store.recipes import times
 from tvb_mergekit.store.report import errors_of, losses_of, versions
-from tvb_mergekit.store.store import DTYPES, Bases, dtype_name, is_store, load, load_numbers
+from tvb_mergekit.store.store import DTYPES, Bases, dtype_name, load, load_numbers
 from tvb_mergekit.tensors.merging import sums_of
 from tvb_mergekit.tensors.stream import Engine, Item, Part
 from tvb_mergekit.tensors.taskset import TaskSet
 
-Doubt = Callable[[str], object]
-
-
-@dataclass(frozen=True)
-class Growth:
-    """Choices of an addition; None: the store's own.
-
-    Attributes:
-        budget: the most vectors that the store may hold from now on.
-        compress: `ae` or `balanced`.
-        dtype: of dense vectors, where the store has none.
-        doubt: called with each doubt, such as a model unlike the base; may raise to refuse.
-    """
-
-    budget: int | None = None
-    compress: str | None = None
-    dtype: torch.dtype | None = None
-    doubt: Doubt = print
-
-    def __post_init__(self) -> None:
-        if self.compress not in (None, *online.COMPRESSIONS):
-            ways = ", ".join(online.COMPRESSIONS)
-            raise UserError(f"--compress {self.compress}: expected one of {ways}")
-        _check_budget(self.budget)
-
-
-def _check_budget(budget: int | None) -> None:
-    if budget is not None and budget < 2:
-        raise UserError(
-            f"the budget is {budget}: expected 2 or more, one basis for the previous tasks and one "
-            "for the new task"
-        )
-
-
-@dataclass(frozen=True)
-class _Next:
-    """The next state: the first `kept` vectors stay, and `matrix` [inputs, new] makes the others.
-
-    Its facts have no files of new vectors, nor what a code loses of the new task.
-    """
-
-    facts: StoreFacts
-    tensors: Mapping[str, Tensor]
-    kept: int
-    items: Sequence[Item]
-    matrix: Tensor
-
-    def with_vectors(self, new: Sequence[Vector], squares: Sequence[float]) -> StoreFacts:
-        facts, task = self.facts, self.facts.tasks[-1]
-        errors = facts.errors
-        if facts.whole:
-            norm = facts.norms[task] / abs(facts.parameters["weights"][task])
-            errors = {**errors, task: lost(new[-1], squares[-1], norm)}
-        return facts.but(vectors=[*facts.vectors[: self.kept], *new], errors=errors)
-
 
 def add_task(
     store: str | os.PathLike[str] | Bases | None,
-    inputs: TaskSet,
-    growth: Growth,
+    inputs_for: Callable[[Bases | None], TaskSet],
     engine: Engine = Engine(),
+    budget: int | None = None,
+    compress: str | None = None,
+    dtype: torch.dtype | None = None,
+    doubt: Warn = print,
 ) -> Bases:
-    """Add the one model of `inputs` to a store, which is made if it does not exist.
+    """Add one model to a store, which is made if it does not exist.
 
     Args:
         store: its path. Or bases in memory, which are not changed; None begins new ones.
+        inputs_for: the model as the one task of a set, for the bases that it joins.
+        budget: the most vectors that the store may hold from now on; None: the store's own.
+        compress: `ae` or `balanced`; None: the store's own.
+        dtype: of dense vectors, where the store has none.
+        doubt: called with each doubt, such as a model unlike the base; may raise to refuse.
 
     Raises:
         UserError: another base, tensors that differ from the store's, a task name that is there,
             a budget that does not fit, no room, a doubt. The store stays as it was.
     """
-    if isinstance(store, Bases):
-        state = _next(store, inputs, growth, engine)
-        dtype = store.facts.vectors[0].dtype
-        planned = [v.but(codec="dense", dtype=dtype) for v in state.facts.vectors[state.kept :]]
-        new = in_memory(replace(inputs, items=state.items), planned, state.matrix, engine)
-        facts = state.with_vectors(planned, [0.0] * len(planned))
-        return Bases(facts, state.tensors, [*store.sources[: state.kept], *new])
-    if store is None or not is_store(store):
+    if compress not in (None, *online.COMPRESSIONS):
+        ways = ", ".join(online.COMPRESSIONS)
+        raise UserError(f"--compress {compress}: expected one of {ways}")
+    _check_budget(budget)
+    how = budget, compress, dtype, doubt
+    if store is None or isinstance(store, Bases):
+        return _grown(store, None, inputs_for(store), engine, *how)
+    with changing(store, new=True) as change:
+        bases = load(change.store) if change.facts else None
+        return _grown(bases, change, inputs_for(bases), engine, *how)
+
+
+def _check_budget(budget: int | None) -> None:
+    if budget is not None and budget < 2:
+        said = "expected 2 or more, one basis for the previous tasks and one for the new task"
+        raise UserError(f"the budget is {budget}: {said}")
+
+
+def _grown(
+    bases: Bases | None,
+    change: Change | None,
+    inputs: TaskSet,
+    engine: Engine,
+    budget: int | None,
+    compress: str | None,
+    dtype: torch.dtype | None,
+    doubt: Warn,
+) -> Bases:
+    """The bases with one more task, in a change of their store or in memory."""
+    if bases is None:
         # The first task is kept as it is; keys of `ae` are for later rounds.
         settings = inputs.settings.but(basis="none", num_bases=None)
         now = {*settings.in_force(), "num_bases", "basis_ratio"}
         later = {key: value for key, value in inputs.settings.given.items() if key not in now}
-        return build_store(
-            replace(inputs, settings=settings, varying={**inputs.varying, **later}),
-            store,
-            engine,
-            dtype=growth.dtype or (torch.float32 if store is None else None),
-            budget=growth.budget,
-            compress=growth.compress,
-            warn=growth.doubt,
-        )
-    with changing(store) as change:
-        state = _next(load(change.store), inputs, growth, engine)
-        own, planned = replace(inputs, items=state.items), state.facts.vectors[state.kept :]
-        made, squares = written(change, own, planned, state.matrix, engine)
+        first = replace(inputs, settings=settings, varying={**inputs.varying, **later})
+        dtype = dtype or (None if change else torch.float32)
+        own = {"budget": budget, "compress": compress}
+        return fill(change, first, engine, change is None, dtype, 0, doubt, **own)
+    found = _next(bases, inputs, engine, budget, compress, dtype, doubt)
+    facts, tensors, kept, items, matrix = found
+    planned, squares = facts.vectors[kept:], [0.0] * (len(facts.vectors) - kept)
+    given, sources = replace(inputs, items=items), bases.sources[:kept]
+    if change is None:
+        dense = {"codec": "dense", "dtype": bases.facts.vectors[0].dtype}
+        planned = [vector.but(**dense) for vector in planned]
+        sources = [*sources, *states_of(given, planned, matrix, engine)]
+    else:
+        planned, squares = written(change, given, planned, matrix, engine)
         inputs.check_unchanged()
-        return change.commit(state.with_vectors(made, squares), state.tensors)
+    errors, task = facts.errors, facts.tasks[-1]
+    if facts.whole:
+        norm = facts.norms[task] / abs(facts.parameters["weights"][task])
+        errors = {**errors, task: lost(planned[-1], squares[-1], norm)}
+    facts = facts.but(vectors=[*facts.vectors[:kept], *planned], errors=errors)
+    return change.commit(facts, tensors) if change else Bases(facts, tensors, sources)
 
 
-def _next(bases: Bases, inputs: TaskSet, growth: Growth, engine: Engine) -> _Next:
-    """The state with one more task: one more vector, or a round of Algorithm 1."""
+def _next(
+    bases: Bases,
+    inputs: TaskSet,
+    engine: Engine,
+    budget: int | None,
+    compress: str | None,
+    dtype: torch.dtype | None,
+    doubt: Warn,
+) -> tuple[StoreFacts, dict[str, Tensor], int, Sequence[Item], Tensor]:
+    """The state with one more task: one more vector, or a round of Algorithm 1.
+
+    Returns:
+        Facts, without files of new vectors and without what a code loses of the new task; matrices;
+        K; items; and a matrix [inputs, new]. The first K vectors stay, and it makes the others.
+    """
     started, facts, count = time.perf_counter(), bases.facts, bases.num_bases
     (task,), (weight,) = inputs.tasks, inputs.weights
     if task in bases.tasks:
         raise UserError(f"the task {task!r} is in {bases.place} already: give another name")
-    check_tasks([*bases.tasks, task], [*facts.models, task])
+    check_tasks([*bases.tasks, task], [*facts.models, *inputs.models])
     bases.check_base(inputs.base, inputs.base_model)
-    budget = facts.budget if growth.budget is None else growth.budget
+    budget = facts.budget if budget is None else budget
     _check_budget(budget)
-    how = _compression(bases, growth)
+    how = _compression(bases, compress, doubt)
     if budget is not None and not bases.whole and budget < count:
-        raise UserError(
-            f"the budget is {budget}, and the store holds {count} bases: give {count} or more, or "
-            "build a smaller store"
-        )
+        said = f"the store holds {count} bases: give {count} or more, or build a smaller store"
+        raise UserError(f"the budget is {budget}, and {said}")
     joins = bases.whole and (budget is None or count < budget)
     items = _given(bases, inputs)
     stored = [[Part.of(vector, i.name, "delta") for vector in bases.vectors] for i in items]
@@ -161,20 +146,20 @@ def _next(bases: Bases, inputs: TaskSet, growth: Growth, engine: Engine) -> _Nex
     if not joins:  # samples count as they are
         both = [replace(i, inputs=tuple(replace(p, share=1.0) for p in i.inputs)) for i in both]
     scales = torch.tensor([*bases.scales.tolist(), weight], dtype=torch.float64)
-    sums = _sums(bases, inputs, both, growth.doubt, engine).scaled(scales.tolist())
+    sums = _sums(bases, inputs, both, doubt, engine).scaled(scales.tolist())
     made = _with_task(facts, inputs, sums) | {"budget": budget, "compress": how}
-    made["seconds"] = {"sum": round(time.perf_counter() - started, 3)}
+    made["seconds"] = {"sum": time.perf_counter() - started}
     shares = [vector.share for vector in facts.vectors if vector.codec == "sampled"]
     dense = [vector.dtype for vector in facts.vectors if vector.codec == "dense"]
     if joins:  # dense or a sample as the others are, or in the form that suits it
         kept, matrix = count, torch.eye(1, dtype=torch.float64)
         encoder = decoder = torch.eye(count + 1, dtype=torch.float64)
-        tensors = {"encoder": encoder, "decoder": decoder.clone(), "gram": sums.gram.clone()}
+        tensors = {"encoder": encoder, "decoder": decoder, "gram": sums.gram.clone()}
         if shares and "gram" in bases.tensors:  # that of the models is known
             tensors["gram"][:count, :count] = bases.tensors["gram"]
-        dtype = DTYPES[dense[0]] if len(dense) == count else growth.dtype
+        own = DTYPES[dense[0]] if len(dense) == count else dtype
         keep = shares[0] if shares and not inputs.adapters else 0.0
-        vectors = [*facts.vectors, planned_task(inputs, 0, dtype, keep)]
+        vectors = [*facts.vectors, planned_task(inputs, 0, own, keep)]
         made |= {"errors": {**facts.errors, task: 0.0}, "basis_weights": [1.0] * (count + 1)}
     else:
         weights = facts.basis_weights
@@ -190,11 +175,10 @@ def _next(bases: Bases, inputs: TaskSet, growth: Growth, engine: Engine) -> _Nex
         tensors = {"encoder": step.encoder, "decoder": step.decoder}
         made |= {"errors": dict.fromkeys(made["tasks"]), **losses_of(None)}
         if step.gram is not None:
-            tensors["gram"] = gram = step.gram
-            halves = step.encoder.numpy(), step.decoder.numpy()
-            encoding = Gram.of(gram).encoding(*halves)
+            tensors["gram"] = step.gram
+            encoding = Gram.of(step.gram).encoding(step.encoder.numpy(), step.decoder.numpy())
             made |= losses_of(encoding)
-            made["errors"] = errors_of(made["tasks"], gram, encoding.reconstruction)
+            made["errors"] = errors_of(made["tasks"], step.gram, encoding.reconstruction)
         made["basis_weights"] = None if (w := step.basis_weights) is None else w.tolist()
         made["parameters"] |= settings.in_force() if full else {"basis": how}
         if how == "balanced" and facts.parameters["lambda_scale"] == "bases":
@@ -202,38 +186,30 @@ def _next(bases: Bases, inputs: TaskSet, growth: Growth, engine: Engine) -> _Nex
             given = facts.parameters.get("lambda", VARYING_KEYS["lambda"].default_for(facts.method))
             scaled = times(given, count / len(facts.tasks))
             made["parameters"] |= {"lambda_scale": "tasks", "lambda": scaled}
-        own = dense[0] if dense else dtype_name(growth.dtype or inputs.own_dtype)
-        vectors = [Vector(name=f"B{m}", dtype=own) for m in range(len(step.decoder))]
+        name = dense[0] if dense else dtype_name(dtype or inputs.own_dtype)
+        vectors = [Vector(name=f"B{m}", dtype=name) for m in range(len(step.decoder))]
         kept, matrix = 0, matrix * scales[:, None]
         if not (full or bases.whole):
             kept, matrix, vectors = count, matrix[-1:, -1:], [*facts.vectors, vectors[-1]]
     made |= {"vectors": vectors, "num_bases": len(vectors), "numbers": None, "previous": None}
-    return _Next(
-        StoreFacts.model_validate(made),
-        tensors,
-        kept,
-        both if len(matrix) > 1 else items,
-        matrix,
-    )
+    items = both if len(matrix) > 1 else items
+    return StoreFacts.model_validate(made), tensors, kept, items, matrix
 
 
-def _compression(bases: Bases, growth: Growth) -> str:
+def _compression(bases: Bases, compress: str | None, doubt: Warn) -> str:
     """The way in which full bases make room. Raise UserError if they cannot grow so."""
-    facts, where = bases.facts, bases.place
+    facts, where, kind = bases.facts, bases.place, bases.facts.parameters["basis"]
     if facts.compress is None:
-        raise UserError(
-            f"the bases in {where} are {bases.basis}, no convex combinations of tasks: only ae, "
-            "balanced, groups, rand_select and none can grow"
-        )
-    how = growth.compress or facts.compress
+        said = "no convex combinations of tasks: build the store with another basis to let it grow"
+        raise UserError(f"the bases in {where} are {kind}, {said}")
+    how = compress or facts.compress
     if how == "balanced" and facts.basis_weights is None:
         raise UserError(
-            f"--compress balanced keeps the sum of all tasks, and the bases in {where} "
-            f"({bases.basis}) do not hold it: compress by ae, or build the store with "
-            "`basis: balanced`"
+            f"--compress balanced keeps the sum of all tasks, and the bases in {where} ({kind}) do "
+            "not hold it: compress by ae, or build the store with `basis: balanced`"
         )
     if how == "ae" and facts.compress == "balanced":
-        growth.doubt(
+        doubt(
             f"{where} is balanced: once it is compressed by ae, its bases no longer add up to the "
             "sum of all tasks, and it cannot be compressed by balanced again"
         )
@@ -260,16 +236,15 @@ def _given(bases: Bases, inputs: TaskSet) -> list[Item]:
 
 
 def _sums(
-    bases: Bases, inputs: TaskSet, items: Sequence[Item], doubt: Doubt, engine: Engine
+    bases: Bases, inputs: TaskSet, items: Sequence[Item], doubt: Warn, engine: Engine
 ) -> GramSums:
     """G of the vectors and the new task vector, which must not be 0; unweighted."""
     (task,), (model,), norms = inputs.tasks, inputs.models, bases.facts.norms
     names = [*(vector.name for vector in bases.facts.vectors), task]
     sums = sums_of(replace(inputs, tasks=names, items=items, sums=None), engine)
     if float(sums.gram[-1, -1]) == 0.0:
-        raise UserError(
-            f"task `{task}`: its task vector is zero: the model is identical to the base"
-        )
+        said = "its task vector is zero: the model is identical to the base"
+        raise UserError(f"task `{task}`: {said}")
     weights = dict(zip(bases.tasks, bases.weights.abs().tolist(), strict=True))
     known = [norms[name] / weight for name, weight in weights.items()]
     if reason := unlike(sums.norms[-1], sums.base_norm_squared**0.5, known):
@@ -281,7 +256,6 @@ def _sums(
 def _with_task(facts: StoreFacts, inputs: TaskSet, sums: GramSums) -> dict[str, Any]:
     """The keys of `store.json` that follow from the new task alone; `sums` has it as the last."""
     (task,), (weight,), path = inputs.tasks, inputs.weights, local_path(inputs.base_model)
-    norms = {"base": sums.base_norm_squared**0.5, **facts.norms}
     weights = facts.parameters["weights"]
     return {
         **dict(facts),
@@ -289,7 +263,7 @@ def _with_task(facts: StoreFacts, inputs: TaskSet, sums: GramSums) -> dict[str, 
         "parameters": {**facts.parameters, "weights": {**weights, task: weight}},
         "tasks": [*facts.tasks, task],
         "models": [*facts.models, *inputs.models],
-        "norms": {**norms, task: sums.norms[-1]},
+        "norms": {**facts.norms, task: sums.norms[-1]},
         "fingerprints": {**facts.fingerprints, **inputs.fingerprints},
         "model_bytes": facts.model_bytes + inputs.model_bytes,
         "base_path": path or facts.base_path,
@@ -307,27 +281,28 @@ def remove(path: str | os.PathLike[str], task: str) -> Bases:
         bases = load_numbers(change.store)  # vectors may be damaged
         facts = bases.facts
         if not facts.whole:
-            raise UserError(
-                f"{path}: it holds {facts.num_bases} bases, from which no task can be taken out; "
-                "`tvb undo` takes back the last addition"
-            )
+            said = "no task can be taken out of bases; `tvb undo` takes back the last addition"
+            raise UserError(f"{path}: {said}")
         if facts.tasks == [task]:
             raise UserError(f"{path}: {task!r} is its only task; delete the folder instead")
         index, count = bases.index(task), len(facts.tasks) - 1
         rest = [k for k in range(count + 1) if k != index]
         tasks, models = [facts.tasks[k] for k in rest], [facts.models[k] for k in rest]
-        weights = subset(facts.parameters["weights"], tasks)
         identity = torch.eye(count, dtype=torch.float64)
-        tensors = {"encoder": identity, "decoder": identity.clone()}
+        tensors = {"encoder": identity, "decoder": identity}
         if "gram" in bases.tensors:
             tensors["gram"] = bases.tensors["gram"][rest][:, rest]
+
+        def kept(of: Mapping[str, Any], *names: str) -> dict[str, Any]:
+            return {name: value for name, value in of.items() if name in names}
+
         made = facts.but(
             tasks=tasks,
             models=models,
-            parameters={**facts.parameters, "weights": weights},
-            norms=subset(facts.norms, ["base", *tasks]),
-            fingerprints=subset(facts.fingerprints, [facts.base_model, *models]),
-            errors=subset(facts.errors, tasks),
+            parameters={**facts.parameters, "weights": kept(facts.parameters["weights"], *tasks)},
+            norms=kept(facts.norms, "base", *tasks),
+            fingerprints=kept(facts.fingerprints, facts.base_model, *models),
+            errors=kept(facts.errors, *tasks),
             model_bytes=facts.model_bytes * count // (count + 1),
             basis_weights=[1.0] * count,
             vectors=[facts.vectors[k] for k in rest],

@@ -20,12 +20,12 @@ from torch import Tensor
 from tvb_mergekit import hub
 from tvb_mergekit.core.basis import Combination, Tunables, over_bases
 from tvb_mergekit.core.settings import VARYING_KEYS, check_tasks, check_value, resolve_settings
-from tvb_mergekit.errors import UserError, check_names
-from tvb_mergekit.store.add import Growth, add_task, remove
+from tvb_mergekit.errors import UserError, check_known, check_names
+from tvb_mergekit.store.add import add_task, remove
 from tvb_mergekit.store.build import build_store, kept_share
 from tvb_mergekit.store.change import undo
 from tvb_mergekit.store.export import combine, items_of, task_column
-from tvb_mergekit.store.store import Bases, is_store, load
+from tvb_mergekit.store.store import Bases, load
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
 from tvb_mergekit.tensors.merging import (
     build_basis,
@@ -58,22 +58,19 @@ def build(
     """Keep T task vectors, or compress them into M bases if `settings` have keys of a basis.
 
     Args:
-        models: Task -> its fine-tuned model, T of them, in the order of the tasks.
+        models: Task -> its fine-tuned model.
         out: The path of the store to write. Without it the vectors are state dicts in memory.
         weights: Task -> scale of its task vector; 1 by default.
         dtype: float32, bfloat16 or float16, of the vectors; by default float32, and in a store of
             tasks the form that suits each model.
         lossless, keep: As the options of `tvb build`.
-        settings: the recipe's keys, such as `basis="balanced"`, `num_bases=2`, `exclude="head"`,
-            and `lambda_` for the recipes of a store.
+        settings: the recipe's keys, such as `basis="balanced"`, `num_bases=2`, `exclude="head"`.
 
     Warns:
         UserWarning: Tensors are left out of a task vector, or a model is unlike the others.
 
     Raises:
         UserError: a wrong setting, models that do not fit the base, NaN or infinity.
-
-    Source: Zeng et al., TMLR 2026, Eqs. 5-8 (`ae`); `balanced` is ours, see `docs/mathematics.md`.
 
     >>> import torch
     >>> base = {"w": torch.zeros(4)}
@@ -83,7 +80,7 @@ def build(
     tensor([0.5000, 0.5000, 0.0000, 0.0000])
     """
     told, share = list[str](), kept_share(lossless, keep, dtype)
-    inputs = _inputs(base, models, weights or {}, settings)
+    inputs = _inputs(base, models, weights or {}, settings, told)
     if share and out is None:
         raise UserError("`lossless` and `keep` are for a store on disk: give `out`")
     if out is None or inputs.settings.basis != "none":
@@ -109,28 +106,25 @@ def add(
 ) -> Bases:
     """Add a task: one more vector, or within a budget of M vectors a round of Algorithm 1.
 
+    Doubts are warnings, where `tvb add` needs `--force`.
+
     Args:
         bases: The path of a store, which is changed, or made if it does not exist. Or bases in
             memory, which are not changed; None begins new ones.
-        weight: The scale of the new task vector.
         budget, compress: As the options of `tvb add`.
         dtype: The dtype of new vectors; existing bases keep theirs.
         settings: The recipe's keys for a new store.
-
-    Warns:
-        UserWarning: A doubt, which `tvb add` refuses without `--force`.
     """
-    store = bases.path or bases if isinstance(bases, Bases) else bases
-    found = store if store is None or isinstance(store, Bases) else None
-    if store is not None and not isinstance(store, Bases) and is_store(store):
-        found = load(store)
-    if found is not None:
-        if settings:
+    store, told = bases.path or bases if isinstance(bases, Bases) else bases, list[str]()
+
+    def inputs_for(found: Bases | None) -> TaskSet:
+        if found is not None and settings:
             raise UserError(f"`{next(iter(settings))}`: the bases are built; leave it out")
-        settings = {"exclude": found.settings.exclude} if found.settings.exclude else {}
-    inputs, told = _inputs(base, {task: model}, {task: weight}, settings), list[str]()
-    growth = Growth(budget, compress, dtype, told.append)
-    grown = add_task(store, inputs, growth, Engine(device_of(device)))
+        kept = {"exclude": found.settings.exclude} if found and found.settings.exclude else settings
+        return _inputs(base, {task: model}, {task: weight}, kept, told)
+
+    engine = Engine(device_of(device))
+    grown = add_task(store, inputs_for, engine, budget, compress, dtype, told.append)
     _warn(told)
     return grown
 
@@ -142,8 +136,7 @@ def reconstruct(
 
     `dtype` is that of the floating-point tensors; the base's own by default.
     """
-    found = base_of(bases, base, dtype)
-    items = items_of(bases, found, dtype, bases.sources)
+    items = items_of(bases, base_of(bases, base, dtype), dtype, bases.sources)
     sink = MemorySink(items)
     combine(items, task_column(bases, task), sink)
     return sink.states[0]
@@ -165,24 +158,20 @@ def merge(
         parameters: The recipe's keys for merging: `lambda_` for `lambda`, `density`, `exclude`, ...
             Over a store of all tasks also those of bases; without them all task vectors merge.
     """
-    given = {key.rstrip("_"): value for key, value in parameters.items()}
-    settings = bases.merge_settings(method, given)
+    given, engine = _plain(parameters), Engine(device_of(device))
+    settings, found = bases.merge_settings(method, given), base_of(bases, base, dtype)
     if bases.whole and not settings.names_a_basis:
         settings = settings.but(basis="none")
-    defaults = {key: spec.default_for(method) for key, spec in VARYING_KEYS.items()}
-    chosen = {key: check_value(key, given[key]) for key in defaults if key in given}
-    tunables = Tunables.of({**defaults, **chosen})
-    found = base_of(bases, base, dtype)
     settings = settings_over(found, settings)
+    varying = {key: spec.default_for(method) for key, spec in VARYING_KEYS.items()}
+    varying |= {key: check_value(key, given[key]) for key in varying if key in given}
     sources = bases.sources if method == "basis_negate" else list(bases.vectors)
-    items = [
-        replace(item, counted_as=bases.stored_name(item.name), tunables=tunables)
-        if item.inputs
-        else item
-        for item in items_of(bases, found, dtype, sources, settings.excludes)
-    ]
+    items = items_of(bases, found, dtype, sources, settings.excludes)
+    for place, item in enumerate(items):
+        if item.inputs:
+            name, tunables = bases.stored_name(item.name), Tunables.of(varying)
+            items[place] = replace(item, counted_as=name, tunables=tunables)
     counted = [item for item in items if item.counted_as == item.name]
-    engine = Engine(device_of(device))
     combined: Combination
     if bases.whole:
         scales = bases.scales.tolist()
@@ -209,6 +198,11 @@ def base_of(bases: Bases, base: Model, dtype: torch.dtype | None = None) -> Weig
     return found
 
 
+def _plain(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe's keys: `lambda_` is `lambda`."""
+    return {key.rstrip("_"): value for key, value in keys.items()}
+
+
 def _warn(told: list[str]) -> None:
     for line in told:
         warnings.warn(line, stacklevel=3)  # at the caller of `build` or `add`
@@ -219,25 +213,25 @@ def _inputs(
     models: Mapping[str, Model],
     weights: Mapping[str, float],
     settings: Mapping[str, Any],
+    told: list[str],
 ) -> TaskSet:
+    """The models as a task set, with lines on what is left out of them appended to `told`."""
     found, tasks = open_model(base), list(models)
     sources = [open_model(model) for model in models.values()]
     names = [name_of(model, task) for task, model in models.items()]
     check_tasks(tasks, names)
-    if unknown := [task for task in weights if task not in models]:
-        raise UserError(f"`weights` names the unknown task {unknown[0]!r}")
-    given = {key.rstrip("_"): value for key, value in settings.items()}
+    for task in weights:
+        check_known(task, tasks, f"`weights` names the unknown task {task!r}")
+    given = _plain(settings)
     varying = {key: check_value(key, given[key]) for key in VARYING_KEYS if key in given}
     resolved = resolve_settings("basis_ta", given, tasks)
     if not resolved.names_a_basis:
         resolved = resolved.but(basis="none")
     made, notes = match(found, sources, tasks, resolved)
-    for note in notes:
-        warnings.warn(note, stacklevel=3)
+    told += notes
     made.weights = [check_value("weight", weights.get(task, 1.0)) for task in tasks]
     made.base_model, made.models, made.varying = name_of(base, "base"), names, varying
-    if isinstance(found, Checkpoint) and not os.path.isfile(name_of(base)):
-        made.folder = found.folder
+    made.folder = None if os.path.isfile(made.base_model) else found.folder
     return made
 
 

@@ -23,17 +23,11 @@ from tvb_mergekit.core.basis import Basis, Step, warnings
 from tvb_mergekit.core.encoders import EVEN
 from tvb_mergekit.core.gram import check_copied
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.store.change import Change, changing, check_new_store, slugs
-from tvb_mergekit.store.codecs import CODECS, Writing, fits_lossless
-from tvb_mergekit.store.facts import (
-    STORE_VERSION,
-    Compression,
-    Facts,
-    StoreFacts,
-    Vector,
-    record_of,
-)
-from tvb_mergekit.store.originals import write_original
+from tvb_mergekit.store.change import Change, changing, slugs
+from tvb_mergekit.store.codecs import CODECS, fits_lossless
+from tvb_mergekit.store.export import write_original
+from tvb_mergekit.store.facts import STORE_VERSION, Compression, Facts, StoreFacts, Vector
+from tvb_mergekit.store.files import record_of
 from tvb_mergekit.store.report import errors_of, facts, losses_of, tensors_of
 from tvb_mergekit.store.store import DTYPES, AsModel, Bases, dtype_name
 from tvb_mergekit.tensors import ranks
@@ -50,9 +44,7 @@ LEAST_SHARE = 1e-6
 # Basis of a store -> the compression of `tvb add`. Bases of others cannot grow.
 COMPRESSED_BY: dict[str, Compression] = {
     **dict.fromkeys(EVEN, "balanced"),
-    "ae": "ae",
-    "none": "ae",
-    "rand_select": "ae",
+    **dict.fromkeys(("ae", "none", "rand_select"), "ae"),
 }
 Warn = Callable[[str], object]
 
@@ -75,8 +67,6 @@ def build_store(
     *,
     dtype: torch.dtype | None = None,
     keep: float = 0,
-    budget: int | None = None,
-    compress: str | None = None,
     warn: Warn = LOG.warning,
 ) -> Bases:
     """Keep the task vectors, or the bases, of `inputs` in the store `out`; None: in memory.
@@ -85,40 +75,50 @@ def build_store(
         dtype: float32, bfloat16 or float16, of dense vectors; None: as wide as the models, and task
             vectors in the form that suits each model.
         keep: the share of the entries of each task vector to keep exact; 1: all, to the bit.
-        budget: the most bases of later additions; by default their number.
-        compress: how later additions make room; by default as the basis is built.
         warn: called with each doubt about a model, one line each.
 
     Raises:
         UserError: The inputs are bad, `out` exists, or the disk is full.
     """
-    world = ranks.world()
-    world.agree([item.name for item in inputs.items])
+    ranks.world().agree([item.name for item in inputs.items])
     with ExitStack() as stack:
         change: Change | None = None
-        if out is not None and world.leads:
-            check_new_store(out, [name for name in inputs.fingerprints if os.path.exists(name)])
+        if out is not None and ranks.world().leads:
             change = stack.enter_context(changing(out, new=True))
-            if change.facts is not None:  # built by another process in the meantime
+            if change.facts is not None:
                 raise UserError(f"{out} is a store already; name another folder")
-        started, vectors = time.perf_counter(), planned_vectors(inputs, dtype, keep)
-        basis = encoded(inputs, engine, warn)
-        matrix, squares, sources = matrix_of(basis), [0.0] * len(vectors), list[Weights]()
-        if out is None:
-            sources = in_memory(inputs, vectors, matrix, engine)
-        else:
-            vectors, squares = written(change, inputs, vectors, matrix, engine)
-        basis.seconds["build"] = time.perf_counter() - started
-        world.dismiss()
-        inputs.check_unchanged()
-        facts = store_facts(inputs, basis, vectors, squares)
-        facts = facts.but(budget=budget or facts.budget, compress=compress or facts.compress)
-        numbers = {"encoder": basis.encoding.encoder, "decoder": basis.encoding.decoder}
-        numbers["gram"] = basis.sums.gram
-        return change.commit(facts, numbers) if change else Bases(facts, numbers, sources)
+        return fill(change, inputs, engine, out is None, dtype, keep, warn)
 
 
-def in_memory(
+def fill(
+    change: Change | None,
+    inputs: TaskSet,
+    engine: Engine,
+    in_memory: bool,
+    dtype: torch.dtype | None,
+    keep: float,
+    warn: Warn,
+    **later: object,
+) -> Bases:
+    """As `build_store`, in a change of the leading process; `later` are keys of `store.json`."""
+    started, vectors = time.perf_counter(), planned_vectors(inputs, dtype, keep)
+    basis = encoded(inputs, engine, warn)
+    matrix, squares, sources = matrix_of(basis), [0.0] * len(vectors), list[Weights]()
+    if in_memory:
+        sources = states_of(inputs, vectors, matrix, engine)
+    else:
+        vectors, squares = written(change, inputs, vectors, matrix, engine)
+    basis.seconds["build"] = time.perf_counter() - started
+    ranks.world().dismiss()
+    inputs.check_unchanged()
+    made = store_facts(inputs, basis, vectors, squares)
+    made = made.but(**{key: value for key, value in later.items() if value is not None})
+    numbers = {"encoder": basis.encoding.encoder, "decoder": basis.encoding.decoder}
+    numbers["gram"] = basis.sums.gram
+    return change.commit(made, numbers) if change else Bases(made, numbers, sources)
+
+
+def states_of(
     inputs: TaskSet, vectors: Sequence[Vector], matrix: Tensor, engine: Engine
 ) -> list[Weights]:
     """The vectors, the combinations `matrix` [T, K] of the inputs, as state dicts."""
@@ -176,9 +176,9 @@ def planned_vectors(inputs: TaskSet, dtype: torch.dtype | None, keep: float) -> 
             "--lossless and --keep keep all tasks: leave out the keys of a basis, or the option"
         )
     own = dtype_name(dtype or inputs.own_dtype)
+    names = [f"B{m}" for m in range(settings.bases_of(len(inputs.tasks)))]
     mean = [Vector(name="mean", dtype=own, mean=True)] if settings.basis == "pca" else []
-    count = settings.bases_of(len(inputs.tasks))
-    return [*(Vector(name=f"B{m}", dtype=own) for m in range(count)), *mean]
+    return [*(Vector(name=name, dtype=own) for name in names), *mean]
 
 
 def planned_task(inputs: TaskSet, number: int, dtype: torch.dtype | None, keep: float) -> Vector:
@@ -202,7 +202,7 @@ def planned_task(inputs: TaskSet, number: int, dtype: torch.dtype | None, keep: 
     if keep == 1 or (dtype is None and fits and not stored):
         dtypes = [item.inputs[number].dtype for item in inputs.items]
         widest = functools.reduce(torch.promote_types, dtypes)
-        own = dtype_name(widest) if widest in MANTISSA else "float32"
+        own = dtype_name(widest if widest in MANTISSA else torch.float32)
         return Vector(name=name, codec="lossless", dtype=own)
     if dtype is None and isinstance(source, Adapter) and source.under is source.base:
         return Vector(name=name, codec="adapter")
@@ -224,10 +224,9 @@ def written(
     Returns:
         Their records, and the squared norm of the error of each code.
     """
-    world, names = ranks.world(), slugs([vector.name for vector in vectors])
+    names, made, squares = slugs([v.name for v in vectors]), list(vectors), [0.0] * len(vectors)
     dense = [DTYPES[vector.dtype] for vector in vectors if vector.codec == "dense"]
     items = [replace(item, out=dense[0] if dense else torch.float32) for item in inputs.items]
-    given, made, squares = replace(inputs, items=items), list(vectors), [0.0] * len(vectors)
 
     def begin() -> tuple[Path, list[str]]:
         assert change is not None
@@ -235,20 +234,21 @@ def written(
         check_disk(str(change.store), int(need))
         return change.store, [change.place("vectors", name) for name in names]
 
-    store, places = world.led(begin)
+    store, places = ranks.world().led(begin)
     for codec in dict.fromkeys(vector.codec for vector in vectors):
         own = [k for k, vector in enumerate(vectors) if vector.codec == codec]
-        files, some = [store / places[k] for k in own], [vectors[k] for k in own]
-        coded = CODECS[codec].encode(Writing(files, some, given, matrix[:, own], engine))
+        files = {store / places[k]: vectors[k] for k in own}
+        given = replace(inputs, items=items)
+        coded = CODECS[codec].encode(files, given, matrix[:, own], engine)
         for k, square in zip(own, coded, strict=True):
             squares[k] = square
     for k, vector in enumerate(vectors if change else ()):
         assert change is not None
-        made[k] = vector.but(weights=record_of(store, places[k]))
+        kept = []
         if vector.codec == "lossless":
             number, place = int(matrix[:, k].nonzero()[0]), change.place("files", names[k])
             kept = write_original(store, place, inputs, number, engine)
-            made[k] = made[k].but(files=kept)
+        made[k] = vector.but(weights=record_of(store, places[k]), files=kept)
     return made, squares
 
 
@@ -267,18 +267,18 @@ def lost(vector: Vector, square: float, norm: float) -> float:
 def store_facts(
     inputs: TaskSet, basis: Basis, vectors: Sequence[Vector], squares: Sequence[float]
 ) -> StoreFacts:
-    """`store.json` of a new store.
-
-    Args:
-        squares: the squared norm of the error of each vector's code.
-    """
+    """`store.json` of a new store; `squares`: the squared norm of the error of each code."""
     merged, kind, count = facts(inputs, basis, {}), basis.settings.basis, basis.num_bases
     lent = inputs.base.tensors.keys() - {*inputs.base.in_file, *inputs.tied}
+    errors = errors_of(basis.tasks, basis.sums.gram, basis.encoding.reconstruction)
+    if kind == "none":
+        norms = basis.sums.scaled([1 / w for w in basis.weights]).norms
+        errors = dict(zip(basis.tasks, map(lost, vectors, squares, norms), strict=True))
     made = {
         **dict(merged),
         "format_version": STORE_VERSION,
         "parameters": {**merged.parameters, **inputs.varying},
-        "errors": errors_of(basis.tasks, basis.sums.gram, basis.encoding.reconstruction),
+        "errors": errors,
         "budget": None if kind == "none" else count,
         "compress": COMPRESSED_BY.get(kind),
         "basis_weights": [len(inputs.tasks) / count] * count if kind in (*EVEN, "none") else None,
@@ -289,10 +289,6 @@ def store_facts(
         "model_bytes": inputs.model_bytes,
         "vectors": list(vectors),
     }
-    if kind == "none":
-        norms = basis.sums.scaled([1 / w for w in basis.weights]).norms
-        own = list(map(lost, vectors, squares, norms))
-        made["errors"] = dict(zip(basis.tasks, own, strict=True))
     if inputs.sampled:  # what is lost of the models is not known
         made |= {"errors": dict.fromkeys(basis.tasks), **losses_of(None)}
     return StoreFacts.model_validate(made)

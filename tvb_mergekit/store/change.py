@@ -20,14 +20,8 @@ import filelock
 from torch import Tensor
 
 from tvb_mergekit.errors import UserError, check_names
-from tvb_mergekit.store.facts import (
-    STORE,
-    StoreFacts,
-    check_files,
-    record_of,
-    write_facts,
-    write_tensors,
-)
+from tvb_mergekit.store.facts import STORE, StoreFacts, write_facts
+from tvb_mergekit.store.files import check_files, record_of, write_tensors
 from tvb_mergekit.store.store import Bases, is_store, load, read_store
 from tvb_mergekit.tensors.output import check_new_folder
 
@@ -62,7 +56,7 @@ class Change:
         """Write the numbers of the next state, whose other files are there, and publish it."""
         place = f"numbers-{self.number}.safetensors"
         self._made.append(place)
-        write_tensors(self.store / place, tensors)
+        write_tensors(self.store / place, tensors, {"format": "pt"})
         base = facts.base_path
         if facts.base_beside is None and base and os.path.exists(base):  # of a base that was read
             facts = facts.but(base_beside=os.path.relpath(os.path.realpath(base), self.store))
@@ -79,7 +73,7 @@ class Change:
         return load(self.store)
 
     def discard(self) -> None:
-        """Delete what was written and is not published."""
+        """Delete what was written and is not published, and the lock of what is not a store."""
         held = read_store(self.store).held if is_store(self.store) else {}
         for place in self._made:
             if not any(each == place or each.startswith(f"{place}/") for each in held):
@@ -89,21 +83,24 @@ class Change:
         for folder in ("vectors", "files"):
             with suppress(OSError):  # it holds something
                 (self.store / folder).rmdir()
+        if not held:
+            (self.store / LOCK).unlink(missing_ok=True)
 
 
 @contextmanager
 def changing(path: str | os.PathLike[str], new: bool = False) -> Iterator[Change]:
-    """A change of a store, or of a `new` one, under the lock of the store; others wait for it.
+    """A change of a store under its lock, for which other changes wait; the store may be `new`.
 
     Raises:
-        UserError: no store there, or it cannot be written. The store stays as it was.
+        UserError: no store there, nor an empty folder for a new one. The store stays as it was.
     """
     check_names(path)
     store = Path(os.path.realpath(path))
     if not new:
         read_store(store)  # raises: a lock would make the folder
-    there = store.is_dir()
-    change, lock = None, filelock.FileLock(store / LOCK)
+    elif not is_store(store):
+        check_new_store(path)
+    there, change, lock = store.is_dir(), None, filelock.FileLock(store / LOCK)
     try:
         store.mkdir(parents=True, exist_ok=True)
         try:
@@ -111,16 +108,15 @@ def changing(path: str | os.PathLike[str], new: bool = False) -> Iterator[Change
         except filelock.Timeout:
             LOG.warning("another process writes to %s: waiting for it", path)
             lock.acquire()
+        if not is_store(store) and [*store.iterdir()] != [store / LOCK]:
+            said = "a part of a store, whose build was killed: delete it, or name another folder"
+            raise UserError(f"{path} holds {said}")
         change = Change(store)
         yield change
-    except OSError as error:
-        raise UserError(f"cannot write {store}: {error}") from error
     finally:
         try:
             if change is not None:
                 change.discard()
-                if not is_store(store):
-                    (store / LOCK).unlink(missing_ok=True)
         finally:
             lock.release()
         if not there:
@@ -129,11 +125,9 @@ def changing(path: str | os.PathLike[str], new: bool = False) -> Iterator[Change
 
 
 def check_new_store(out: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
-    """Check the folder of a new store: it must be missing or empty."""
-    if not is_store(out) and os.path.exists(Path(out, LOCK)):
-        said = "a part of a store, whose build was killed or still runs"
-        raise UserError(f"{out} holds {said}: delete it if no command writes to it")
-    check_new_folder(out, inputs)
+    """Check the folder of a new store: it is missing or empty, or another command builds there."""
+    if is_store(out) or not Path(out, LOCK).exists():
+        check_new_folder(out, inputs)
 
 
 def undo(path: str | os.PathLike[str]) -> Bases:

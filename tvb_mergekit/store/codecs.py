@@ -1,14 +1,15 @@
 """The forms of a store's vectors: dense numbers, models without loss, samples, adapters' factors.
 
-`encode` writes files of vectors, and returns the squared norm of the error of each code. `decode`
-opens one as named tensors. `bytes` is the size of one tensor, at the most.
+`encode` writes a file for each vector, the combinations `matrix` [T, K] of the T inputs, and
+returns the squared norm of the error of each code. `decode` opens one as named tensors. `bytes` is
+the size of one tensor, at the most. The metadata of a file name its vector.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import xxhash
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from tvb_mergekit.core.basis import Step
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.store.facts import Codec, Vector, write_tensors
+from tvb_mergekit.store.facts import STORE, Codec, Vector
+from tvb_mergekit.store.files import write_tensors
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
-from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
+from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint, metadata_of
 from tvb_mergekit.tensors.coding import MANTISSA, Coded, Draw, keep
 from tvb_mergekit.tensors.output import MARKER, FolderWriter, Shard, into
 from tvb_mergekit.tensors.passes import combine_pass
@@ -29,36 +31,19 @@ from tvb_mergekit.tensors.taskset import TaskSet
 CONFIG = "tvb_adapter"  # key of adapter_config.json in the metadata of a file of factors
 
 
-@dataclass(frozen=True)
-class Writing:
-    """Vectors to be written: `matrix` [T, K] holds the factors of the T models in each.
-
-    `vectors` are the records of the K vectors, without their `files`.
-    """
-
-    files: Sequence[Path]
-    vectors: Sequence[Vector]
-    inputs: TaskSet
-    matrix: Tensor
-    engine: Engine
-
-    @property
-    def models(self) -> list[int]:
-        """The one model of each vector, for codecs that keep models as they are."""
-        return [int(column.nonzero()[0]) for column in self.matrix.T]
-
-
 class Dense:
     """Numbers of one dtype, of any combination of task vectors."""
 
-    def encode(self, job: Writing) -> list[float]:
-        writers, items = [], job.inputs.items
-        for vector, path in zip(job.vectors, job.files, strict=True):
+    def encode(
+        self, files: Mapping[Path, Vector], inputs: TaskSet, matrix: Tensor, engine: Engine
+    ) -> list[float]:
+        writers, items = [], inputs.items
+        for path, vector in files.items():
             metadata = {"format": "pt", MARKER: vector.name}
             writers.append(FolderWriter(path.parent, [Shard(path.name, tuple(items))], metadata))
-        steps = dict.fromkeys((item.name for item in items), Step.of(job.matrix))
+        steps = dict.fromkeys((item.name for item in items), Step.of(matrix))
         mine = items[ranks.part_of(items)]
-        combine_pass(mine, steps, into(*writers), job.engine, title="Bases")
+        combine_pass(mine, steps, into(*writers), engine, title="Bases")
         ranks.world().collect(None)  # all have written
         return [0.0] * len(writers)
 
@@ -72,18 +57,17 @@ class Dense:
 class Kept:
     """Entries of models as they are, all or a random sample, coded next to the base."""
 
-    def encode(self, job: Writing) -> list[float]:
+    def encode(
+        self, files: Mapping[Path, Vector], inputs: TaskSet, matrix: Tensor, engine: Engine
+    ) -> list[float]:
         def write() -> list[float]:
-            seeds = [f"{job.inputs.settings.seed}/{vector.name}" for vector in job.vectors]
-            draws = [
-                Draw(xxhash.xxh3_64_intdigest(seed.encode()), vector.share)
-                for seed, vector in zip(seeds, job.vectors, strict=True)
-            ]
-            items = [
-                replace(item, inputs=tuple(item.inputs[k] for k in job.models))
-                for item in job.inputs.items
-            ]
-            return keep(job.files, items, draws, job.engine)
+            draws = []
+            for vector in files.values():
+                seed = f"{inputs.settings.seed}/{vector.name}".encode()
+                draws.append(Draw(xxhash.xxh3_64_intdigest(seed), vector.share))
+            own = models_of(matrix)
+            items = [replace(i, inputs=tuple(i.inputs[k] for k in own)) for i in inputs.items]
+            return keep({p: v.name for p, v in files.items()}, items, draws, engine)
 
         return ranks.world().led(write)  # blocks are appended in order
 
@@ -97,14 +81,17 @@ class Kept:
 class Adapters:
     """The factors of a LoRA adapter, and what it trained completely, as PEFT stores them."""
 
-    def encode(self, job: Writing) -> list[float]:
+    def encode(
+        self, files: Mapping[Path, Vector], inputs: TaskSet, matrix: Tensor, engine: Engine
+    ) -> list[float]:
         def write() -> list[float]:
-            for number, file in zip(job.models, job.files, strict=True):
-                adapter = job.inputs.sources[number]
+            for number, (file, vector) in zip(models_of(matrix), files.items(), strict=True):
+                adapter = inputs.sources[number]
                 assert isinstance(adapter, Adapter)
                 tensors = {name: adapter.file.tensor(name) for name in adapter.file.tensors}
-                write_tensors(file, tensors, CONFIG, json.dumps(adapter.config))
-            return [0.0] * len(job.files)
+                config = json.dumps(adapter.config)
+                write_tensors(file, tensors, {MARKER: vector.name, CONFIG: config})
+            return [0.0] * len(files)
 
         return ranks.world().led(write)
 
@@ -130,10 +117,19 @@ CODECS: Mapping[Codec, Dense | Kept | Adapters] = {
 }
 
 
+def models_of(matrix: Tensor) -> list[int]:
+    """The one model of each column, for codecs that keep models as they are."""
+    return [int(column.nonzero()[0]) for column in matrix.T]
+
+
 def open_vector(store: Path, vector: Vector, base: Weights | None) -> Weights:
-    """One vector of a store, which is read with `base`."""
+    """One vector of a store, which is read with `base`. Raise UserError for a file of another."""
     assert vector.weights is not None
-    return CODECS[vector.codec].decode(store / vector.weights.file, base)
+    file = store / vector.weights.file
+    opened = CODECS[vector.codec].decode(file, base)
+    if (name := metadata_of(file).get(MARKER)) != vector.name:
+        raise UserError(f"{file}: holds {name!r}, {STORE} says {vector.name!r}; {RESTORE}")
+    return opened
 
 
 def fits_lossless(items: Sequence[Item], number: int) -> bool:

@@ -1,9 +1,16 @@
-"""From vectors back to models: theta_0 + tau_hat_j, or any other combination."""
+"""From vectors back to models: theta_0 + tau_hat_j, or any other combination.
+
+A lossless store gives each model as it was. What it keeps of one beside its vector lies in
+`files/NAME/`: `rest.safetensors`, the other tensors; the files that the base's folder does not have
+alike, such as configuration and tokenizer; and `original.json`, which lists both.
+"""
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,24 +20,32 @@ from torch import Tensor
 
 from tvb_mergekit import hub
 from tvb_mergekit.core.basis import Step
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.change import slugs
-from tvb_mergekit.store.originals import copy_config, restore
-from tvb_mergekit.store.report import card_section
+from tvb_mergekit.store.facts import StoredFile
+from tvb_mergekit.store.files import record_of
+from tvb_mergekit.store.report import CITATION, OURS, section, vectors
 from tvb_mergekit.store.store import Bases
+from tvb_mergekit.tensors.checkpoint import RESTORE, TOKENIZER_FILES, Checkpoint
+from tvb_mergekit.tensors.coding import Coded, keep
 from tvb_mergekit.tensors.output import (
     FolderWriter,
     StagedFolder,
     check_disk,
     check_new_folder,
     check_output_folder,
+    checksum_of,
     into,
     plan_shards,
 )
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, Weights
+from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.ties import say_untied
 
 LOSSY = 0.3  # relative error of a reconstructed task beyond which an export warns
+REST, ABOUT = "rest.safetensors", "original.json"
+ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".codes", ".py")
 
 
 def items_of(
@@ -73,18 +88,15 @@ def combine(items: Sequence[Item], matrix: Tensor, sink: Sink, engine: Engine = 
         UserError: an output overflows its dtype.
     """
     # An input with no part in any output is not read.
-    used = [k for k, row in enumerate(matrix.tolist()) if any(row)]
-    items = [replace(i, inputs=tuple(i.inputs[k] for k in used) if i.inputs else ()) for i in items]
-    if matrix[used].tolist() == [[1.0]]:
-        items = [
-            replace(item, base=part, inputs=())
-            if (part := next(iter(item.inputs), None)) and part.holds == "weight"
-            else item
-            for item in items
-        ]
+    used, made = [k for k, row in enumerate(matrix.tolist()) if any(row)], list[Item]()
+    for item in items:
+        parts, base = [item.inputs[k] for k in used if item.inputs], item.base
+        if matrix[used].tolist() == [[1.0]] and parts and parts[0].holds == "weight":
+            base = parts.pop()
+        made.append(replace(item, inputs=tuple(parts), base=base))
     step = Step.of(matrix[used], add_base=True)
-    steps = dict.fromkeys((item.name for item in items if item.inputs), step)
-    combine_pass(items, steps, sink, engine, title="Models")
+    steps = dict.fromkeys((item.name for item in made if item.inputs), step)
+    combine_pass(made, steps, sink, engine, title="Models")
 
 
 def export(
@@ -150,11 +162,13 @@ def _card(bases: Bases, task: str) -> str:
     head, base = "tags: [merge, tvb-mergekit]\n", bases.facts.base_model.partition("@")[0]
     if "/" in base and hub.may_be_on_the_hub(base) and not bases.facts.base_path:
         head = f"base_model: {json.dumps(base)}\n{head}"
-    weight = float(bases.weights[bases.index(task)])
+    weight, facts = float(bases.weights[bases.index(task)]), bases.facts
     lost = f"{said}.\n\n" if (said := lost_of(bases, task)) else ""
-    title = f"{task}, reconstructed" + (f" (without its weight of {weight:g})" * (weight != 1))
-    section = card_section(bases.facts, bases.tensors)
-    return f"---\n{head}---\n# {title}\n\n{lost}{section}"
+    title = task if bases.facts.errors[task] == 0 else f"{task}, reconstructed"
+    title += f" (without its weight of {weight:g})" * (weight != 1)
+    said = f"{OURS} wrote this model from a store of {vectors(facts)}."
+    told = f"{said}\n\n{CITATION}\n" if facts.whole else section(said, facts, bases.tensors)
+    return f"---\n{head}---\n# {title}\n\n{lost}{told}"
 
 
 def lost_of(bases: Bases, task: str) -> str:
@@ -168,3 +182,115 @@ def lost_of(bases: Bases, task: str) -> str:
         f"{task}: its reconstruction has {size}, so this model is not the one that was fine-tuned; "
         f"to get tasks back, build the store {remedy}"
     )
+
+
+def companions(folder: Path | None) -> list[Path]:
+    """The configuration, tokenizer and own code in the folder of a model."""
+    every = sorted(folder.iterdir()) if folder else []
+    own = (file for file in every if file.name.endswith(ENDINGS) and file.is_file())
+    return [file for file in own if not file.name.endswith(".index.json")]
+
+
+def write_original(
+    store: Path, place: str, inputs: TaskSet, number: int, engine: Engine
+) -> list[StoredFile]:
+    """Write what the vector of model `number` lacks into the folder `place`; returns the files."""
+    source, base, folder = inputs.sources[number], inputs.base, store / place
+    folder.mkdir(parents=True)
+    held = {item.name for item in inputs.items if _is_own(source, item, number)}
+    rest = []
+    for name in source.in_file:
+        info = source.tensors[name]
+        if name not in held:
+            fits = name in base.in_file and base.tensors[name].shape == info.shape
+            near = Part.of(base, name) if fits else None
+            rest.append(Item(name, info.shape, near, (Part.of(source, name),)))
+    if rest:
+        keep({folder / REST: REST}, rest, engine=engine, title="Rest")
+    of_folder = isinstance(source, Checkpoint) and not os.path.isfile(inputs.models[number])
+    files = {file.name: file for file in companions(source.folder if of_folder else None)}
+    for name, file in files.items():
+        twin = inputs.folder and inputs.folder / name
+        if not (twin and twin.is_file() and filecmp.cmp(file, twin, shallow=False)):
+            shutil.copyfile(file, folder / name)
+    if files.keys().isdisjoint(TOKENIZER_FILES):
+        files = {file.name: file for file in companions(inputs.folder)} | files
+    sums = {name: checksum_of(file) for name, file in files.items()}
+    about = {"tensors": source.in_file, "files": sums}
+    (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    return [record_of(store, f"{place}/{file.name}") for file in sorted(folder.iterdir())]
+
+
+def _is_own(source: Weights, item: Item, number: int) -> bool:
+    """Whether an input is the model's tensor of this name, and not one that a tokenizer aligned."""
+    same = item.inputs[number].name == item.name
+    if not same or item.load is None:
+        return same
+    item = item.loaded()
+    own, given = source.tensor(item.name), item.whole(item.inputs[number])
+    same = own.dtype == given.dtype and own.numel() == given.numel()
+    return same and torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (own, given)))
+
+
+def restore(
+    folder: Path,
+    vector: Weights,
+    base: Weights,
+    base_folder: Path | None,
+    out: Path,
+    dtype: torch.dtype | None,
+    engine: Engine,
+) -> None:
+    """Write a model of a lossless store into the folder `out`, as it was.
+
+    Args:
+        folder: what `write_original` wrote.
+        dtype: of the floating-point tensors; None: their own, to the bit.
+
+    Raises:
+        UserError: a file of the model, or of the base, is not what it was.
+    """
+    try:
+        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        names, files = list(about["tensors"]), dict(about["files"])
+        # A store of somebody else must not write outside `out`.
+        if any("\\" in n or Path(n).name != n or not n.endswith(ENDINGS) for n in files):
+            raise ValueError("a file has a path instead of a name")
+        sources: list[Weights] = [vector]
+        if (folder / REST).is_file():
+            sources.insert(0, Coded(folder / REST, base))
+        items = []
+        for name in names:
+            source = next(each for each in sources if name in each.tensors)
+            info = source.tensors[name]
+            own = dtype if dtype and info.dtype.is_floating_point else info.dtype
+            items.append(Item(name, info.shape, Part.of(source, name), (), own))
+    except (OSError, ValueError, LookupError, TypeError, StopIteration, RecursionError) as error:
+        raise UserError(f"{folder / ABOUT}: cannot be read ({error}); {RESTORE}") from error
+    writer = FolderWriter(out, plan_shards(items), {"format": "pt"})
+    combine_pass(items, {}, into(writer), engine, title="Models")
+    writer.finish()
+    for name, checksum in files.items():
+        places = [folder / name, *([] if base_folder is None else [base_folder / name])]
+        file = next((each for each in places if each.is_file()), places[-1])
+        if not file.is_file() or checksum_of(file) != checksum:
+            why = "missing or changed since the store was built, which needs it for the model"
+            raise UserError(f"{file}: {why}; restore it")
+        shutil.copyfile(file, out / name)
+    recast(out / "config.json", dtype)
+
+
+def copy_config(source: Path | None, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Give a folder the companions of the base; `dtype` is the model's, if it is another."""
+    for file in companions(source):
+        shutil.copyfile(file, folder / file.name)
+    recast(folder / "config.json", dtype)
+
+
+def recast(config: Path, dtype: torch.dtype | None) -> None:
+    """Name the dtype of a model in its configuration, if there are both."""
+    if dtype is not None and config.is_file():
+        said = json.loads(config.read_text(encoding="utf-8"))
+        name = str(dtype).removeprefix("torch.")
+        said |= {key: name for key in ("dtype", "torch_dtype") if key in said}
+        config.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")

@@ -8,19 +8,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from safetensors.torch import load_file, save
-from torch import Tensor
 
 from tvb_mergekit.atomic import write_file
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.tensors.output import checksum_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,12 +33,13 @@ Codec = Literal["dense", "lossless", "sampled", "adapter"]
 Compression = Literal["ae", "balanced"]
 Count = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Size = Annotated[float, Field(allow_inf_nan=False, ge=0)]
 # The only files of a store: nothing else is read, and nothing else is ever deleted.
-_OWN = re.compile(r"numbers-\d+\.safetensors|vectors/[^/\\:]+\.safetensors|files/[^/\\:]+/[^/\\:]+")
+OWN = re.compile(r"numbers-\d+\.safetensors|vectors/[^/\\:]+\.safetensors|files/[^/\\:]+/[^/\\:]+")
 
 
 def _inside(place: str) -> str:
-    own = _OWN.fullmatch(place) and place.isprintable()  # no NUL, no half of a surrogate pair
+    own = OWN.fullmatch(place) and place.isprintable()  # no NUL, no half of a surrogate pair
     if not own or {".", ".."} & {*place.split("/")}:
         raise ValueError(f"{place!r} is not a place of a file in a store")
     return place
@@ -84,6 +82,15 @@ class Vector(Record):
     def held(self) -> list[StoredFile]:
         return [*([self.weights] if self.weights else []), *self.files]
 
+    @pydantic.model_validator(mode="after")
+    def _files_of_one_model(self) -> Self:
+        stem = Path(self.weights.file).stem if self.weights else None
+        if any(Path(each.file).parts[1] != stem for each in self.files):
+            raise ValueError("`files` are those of another vector")
+        if self.codec == "lossless" and self.weights and not self.files:
+            raise ValueError("`files` of a lossless vector is empty")
+        return self
+
 
 class Facts(Record):
     """All of a merge's `basis.json`. Keys with a default may be missing."""
@@ -101,17 +108,24 @@ class Facts(Record):
     loss: Finite | None
     spectral_bound: Finite | None
     retained_energy: Finite | None
-    norms: dict[str, Finite]
+    norms: dict[str, Size]
     left_out: dict[str, str]
     fingerprints: dict[str, str]
     seconds: dict[str, Finite]
-    errors: dict[str, Finite | None] = {}  # null where unknown
+    errors: dict[str, Size | None] = {}  # null where unknown
     from_store: str | None = None
 
+    @property
+    def whole(self) -> bool:
+        """Whether the vectors are the task vectors: encoder and decoder are the identity."""
+        return self.parameters.get("basis") == "none"
+
     @pydantic.model_validator(mode="after")
-    def _one_model_for_each_task(self) -> Self:
-        if len(set(self.tasks)) != len(self.tasks) or len(self.models) != len(self.tasks):
+    def _one_model_and_norm_for_each_task(self) -> Self:
+        if len({*self.tasks}) != len(self.tasks) or len(self.models) != len(self.tasks):
             raise ValueError(f"{len(self.tasks)} tasks and {len(self.models)} models do not fit")
+        if {*self.norms} != {"base", *self.tasks}:
+            raise ValueError("`norms` does not name the base and the tasks")
         return self
 
 
@@ -132,11 +146,6 @@ class StoreFacts(Facts):
     previous: StoreFacts | None = None
 
     @property
-    def whole(self) -> bool:
-        """Whether the vectors are the task vectors: encoder and decoder are the identity."""
-        return self.parameters.get("basis") == "none"
-
-    @property
     def held(self) -> dict[str, StoredFile]:
         """Every file of this state, by its place."""
         files = [file for vector in self.vectors for file in vector.held]
@@ -146,20 +155,16 @@ class StoreFacts(Facts):
     def _complete(self) -> Self:
         names = [vector.name for vector in self.vectors]
         means = [vector.mean for vector in self.vectors]
-        if set(self.errors) != set(self.tasks) or not {"base", *self.tasks} <= set(self.norms):
-            raise ValueError("`errors` and `norms` do not name the base and the tasks")
         if means.count(False) != self.num_bases or True in means[:-1] or len({*names}) < len(names):
             raise ValueError(f"`vectors` does not name {self.num_bases} bases")
-        if self.whole and names != self.tasks:
-            raise ValueError("`vectors` does not name the tasks of `tasks`")
+        if {*self.errors} != {*self.tasks} or (self.whole and names != self.tasks):
+            raise ValueError("`errors` or `vectors` do not name the tasks")
         weights = self.parameters.get("weights")
         given = [weights.get(t) for t in self.tasks] if isinstance(weights, dict) else [None]
         if not all(isinstance(w, int | float) and w and math.isfinite(w) for w in given):
             raise ValueError("`parameters.weights` does not give each task a weight")
         if self.parameters.get("lambda_scale") not in ("bases", "tasks"):
             raise ValueError("`parameters.lambda_scale` is neither `bases` nor `tasks`")
-        if any(v.codec == "lossless" and v.weights and not v.files for v in self.vectors):
-            raise ValueError("`files` of a lossless vector is empty")
         return self
 
 
@@ -178,20 +183,17 @@ def read_facts(file: Path) -> Facts:
     """
     schema, version = (StoreFacts, STORE_VERSION) if file.name == STORE else (Facts, MERGE_VERSION)
     try:
-        found = json.loads(file.read_bytes().decode("utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError(f"expected an object, found {type(found).__name__}")
+        found = json.loads(file.read_bytes())
+        known = found.pop(CHECKSUM, None)
         if (number := found.get("format_version")) != version:
-            raise ValueError(
-                f"format version {number}, expected {version}: of another tvb-mergekit"
-            )
-        if found.pop(CHECKSUM, None) != _checksum(found):
+            raise ValueError(f"format version {number}, expected {version}")
+        if known != _checksum(found):
             raise ValueError("its checksum differs: the file was changed")
         return schema.model_validate(found)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
         why = f"`{'.'.join(map(str, first['loc'])) or 'it'}`: {first['msg']}"
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         why = str(error)
     raise UserError(f"{file} cannot be read ({why}); restore it from a copy, or build it again")
 
@@ -200,78 +202,3 @@ def _checksum(facts: Mapping[str, Any]) -> str:
     """xxh3_128 of JSON with sorted keys, without blanks, in ASCII."""
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128(text.encode("ascii")).hexdigest()
-
-
-def read_output(folder: Path) -> tuple[Facts, dict[str, Tensor]]:
-    """The facts and numbers in the report of a merged model. Raise UserError if it is damaged."""
-    facts = read_facts(folder / FACTS)
-    return facts, read_numbers(folder / TENSORS, len(facts.tasks), facts.num_bases)
-
-
-def write_tensors(
-    file: Path, tensors: Mapping[str, Tensor], key: str = "format", value: str = "pt"
-) -> None:
-    """Write a new safetensors file, with one entry of metadata."""
-    plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    # safetensors writes several entries in an order that changes from run to run. And not
-    # `save_file`, whose files only their owner may read.
-    file.write_bytes(save(plain, metadata={key: value}))
-
-
-def read_numbers(file: Path, tasks: int, bases: int) -> dict[str, Tensor]:
-    """The tensors of a file, of T tasks and M bases.
-
-    Raises:
-        UserError: the file is damaged, or a tensor is of another shape, or not finite.
-    """
-    shapes = {"encoder": (tasks, bases), "decoder": (bases, tasks), "eigenvalues": (tasks,)}
-    try:
-        tensors = load_file(file)
-    except Exception as error:  # safetensors raises several kinds
-        raise UserError(f"{file}: cannot be read ({error}); restore it from a copy") from error
-    for name, tensor in tensors.items():
-        wanted = shapes.get(name, (tasks, tasks))
-        if tuple(tensor.shape) != wanted or not tensor.isfinite().all():
-            found = f"`{name}` has shape {list(tensor.shape)}, or holds NaN or infinity"
-            raise UserError(f"{file}: {found}; expected finite numbers of shape {list(wanted)}")
-    return tensors
-
-
-def record_of(store: Path, place: str) -> StoredFile:
-    """Size and checksum of a file of a store as it is."""
-    path = store / place
-    return StoredFile(file=place, bytes=path.stat().st_size, xxh3_128=checksum_of(path))
-
-
-def check_files(store: Path, files: Iterable[StoredFile], checksums: bool = False) -> None:
-    """Raise UserError if a file is missing, outside the store, or of another size or checksum."""
-    remedy = "restore it from a copy, take the task out (`tvb remove`), or build the store again"
-    inside = store.resolve()
-    for each in files:
-        path = store / each.file
-        if not path.resolve().is_relative_to(inside):
-            raise UserError(f"{path}: a link out of the store; {remedy}")
-        if not path.is_file():
-            raise UserError(f"{path}: missing, and {STORE} names it; {remedy}")
-        if (size := path.stat().st_size) != each.bytes:
-            raise UserError(f"{path}: {size:,} bytes, {STORE} says {each.bytes:,}; {remedy}")
-        if checksums and record_of(store, each.file) != each:
-            raise UserError(f"{path}: its checksum is not the one in {STORE}; {remedy}")
-
-
-def unnamed_files(store: Path, facts: StoreFacts | None) -> list[Path]:
-    """Files that only an interrupted change can have left: no state of the store names them."""
-    states = [state for state in (facts, facts and facts.previous) if state]
-    named = {place for state in states for place in state.held}
-    found = (path.relative_to(store).as_posix() for path in store.rglob("*") if path.is_file())
-    return [store / each for each in sorted(found) if _OWN.fullmatch(each) and each not in named]
-
-
-def of_files(files: Iterable[StoredFile]) -> int:
-    """Bytes of files."""
-    return sum(each.bytes for each in files)
-
-
-def subset(of: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The entries of some names."""
-    return {name: of[name] for name in names if name in of}

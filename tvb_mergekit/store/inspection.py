@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.encoders.balanced import completion
-from tvb_mergekit.store.facts import Facts, StoreFacts, of_files
-from tvb_mergekit.store.report import cosines, errors_of
+from tvb_mergekit.store.facts import Facts, StoreFacts
+from tvb_mergekit.store.report import errors_of
 
 CHOICE = "num_bases retained_energy balanced_energy spectral_bound next_eigenvalue".split()
 NUMBERS = ("gram", "eigenvalues", "encoder", "decoder", "reconstruction")
@@ -46,8 +46,11 @@ class Inspection:
 
     @property
     def cosines(self) -> Tensor | None:
-        """Cosines [T, T] float64 between the task vectors."""
-        return cosines(self.tensors["gram"]) if "gram" in self.tensors else None
+        """Cosines [T, T] float64 between the task vectors; the diagonal is 1."""
+        if (gram := self.tensors.get("gram")) is None:
+            return None
+        lengths = gram.diagonal().clamp(min=0).sqrt()
+        return (gram / lengths.outer(lengths)).nan_to_num(0.0).clamp(-1, 1).fill_diagonal_(1.0)
 
     @cached_property
     def errors(self) -> dict[str, float | None]:
@@ -76,12 +79,16 @@ class Inspection:
         """Bytes of the models, and of the files of a store in their place."""
         if self.store is None:
             return None
-        return {"models": self.store.model_bytes, "store": of_files(self.store.held.values())}
+        return {
+            "models": self.store.model_bytes,
+            "store": sum(file.bytes for file in self.store.held.values()),
+        }
 
     @property
     def bytes(self) -> list[int]:
         """Bytes of each vector of a store."""
-        return [of_files(vector.held) for vector in self.store.vectors] if self.store else []
+        every = self.store.vectors if self.store else []
+        return [sum(file.bytes for file in vector.held) for vector in every]
 
     @property
     def bits(self) -> list[float]:

@@ -24,10 +24,9 @@ from tvb_mergekit.store.facts import (
     STORE,
     DtypeName,
     StoreFacts,
-    check_files,
     read_facts,
-    read_numbers,
 )
+from tvb_mergekit.store.files import check_files, read_numbers
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.stream import Weights
 from tvb_mergekit.tensors.ties import SAME, lend, tie
@@ -41,10 +40,10 @@ DTYPES: dict[DtypeName, torch.dtype] = {
 
 def dtype_name(dtype: torch.dtype) -> DtypeName:
     """The name of a store's dtype. Raise UserError if stores have no such dtype."""
-    found = next((name for name, value in DTYPES.items() if value == dtype), None)
-    if found is None:
-        raise UserError(f"`dtype` is {dtype!r}: expected one of torch.{', torch.'.join(DTYPES)}")
-    return found
+    for name, known in DTYPES.items():
+        if known == dtype:
+            return name
+    raise UserError(f"`dtype` is {dtype!r}: expected one of torch.{', torch.'.join(DTYPES)}")
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,10 +63,6 @@ class Bases:
     tensors: Mapping[str, Tensor]
     sources: list[Weights]
     path: Path | None = None
-
-    def __repr__(self) -> str:
-        counts = f"M = {self.num_bases} of T = {len(self.tasks)}"
-        return f"Bases({self.basis}, {counts}, {self.path})"
 
     @property
     def tasks(self) -> list[str]:
@@ -91,11 +86,6 @@ class Bases:
     def whole(self) -> bool:
         """Whether the vectors are the task vectors, without the weights of the recipe."""
         return self.facts.whole
-
-    @property
-    def basis(self) -> str:
-        """The method that built the bases: `ae`, `balanced`, ..."""
-        return str(self.facts.parameters["basis"])
 
     @property
     def encoder(self) -> Tensor:
@@ -262,13 +252,12 @@ def load(path: str | os.PathLike[str], checksums: bool = False) -> Bases:
         checksums: compare those of all files; else vectors of the recorded size are trusted.
 
     Raises:
-        UserError: no store, or a file that is missing or damaged.
+        UserError: no store, or a file that is missing, damaged or of another vector.
     """
     folder, bases = Path(path), load_numbers(path)
-    facts = bases.facts
+    facts, shapes = bases.facts, dict[str, tuple[int, ...]]()
     check_files(folder, [file for vector in facts.vectors for file in vector.held], checksums)
     sources = [open_vector(folder, vector, None) for vector in facts.vectors]
-    shapes: dict[str, tuple[int, ...]] = {}
     for vector, source in zip(facts.vectors, sources, strict=True):
         if vector.codec != "adapter":
             found = {name: info.shape for name, info in source.tensors.items()}
@@ -285,26 +274,27 @@ def load_numbers(path: str | os.PathLike[str]) -> Bases:
     facts = read_store(folder)
     assert facts.numbers is not None
     check_files(folder, [facts.numbers], checksums=True)  # everything is computed from them
-    tensors = read_numbers(folder / facts.numbers.file, len(facts.tasks), facts.num_bases)
+    tensors = read_numbers(folder / facts.numbers.file, facts)
     if missing := {"encoder", "decoder"} - tensors.keys():
         raise UserError(f"{folder / facts.numbers.file}: no `{min(missing)}`; build it again")
     return Bases(facts, tensors, [], folder)
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:
-    return Path(path, STORE).is_file()
+    """Whether a folder is a store, which may be damaged. Others have a `store.json` too."""
+    return Path(path, STORE).is_file() and Path(path, "vectors").is_dir()
 
 
 def read_store(folder: Path) -> StoreFacts:
     """The facts of the store in a folder. Raise UserError if there is none."""
-    if not folder.exists():
-        raise UserError(f"{folder}: no such folder (from {os.getcwd()})")
     if not is_store(folder):
-        kind = "a file" if folder.is_file() else f"no {STORE} in it"
-        if (folder / "config.json").is_file() or (folder / FOLDER / FACTS).is_file():
-            kind = "a model"
-        if (folder / FACTS).is_file():
+        kind = f"no {STORE} and vectors in it"
+        if not folder.exists():
+            kind = f"no such folder, from {os.getcwd()}"
+        elif (folder / FACTS).is_file():
             kind = "of an earlier version: build it again from its models"
+        elif (folder / "config.json").is_file() or (folder / FOLDER).is_dir():
+            kind = "a model"
         raise UserError(f"{folder} is not a store ({kind}); make one with `tvb build`")
     facts = read_facts(folder / STORE)
     assert isinstance(facts, StoreFacts)

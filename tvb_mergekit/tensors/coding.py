@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -124,7 +124,7 @@ def checksum(values: Tensor) -> int:
 
 
 def keep(
-    paths: Sequence[Path],
+    files: Mapping[Path, str],
     items: Sequence[Item],
     draws: Sequence[Draw] = (),
     engine: Engine = Engine(),
@@ -133,21 +133,21 @@ def keep(
     """Write every input of some items, or a sample of it, to the bit, coded next to the base.
 
     Args:
-        paths: a new file for each input.
+        files: a new file for each input -> the name in its metadata.
         items: all with that number of inputs.
         draws: of each input; none: all entries.
 
     Returns:
         The squared norm of the error of each sample.
     """
-    draws = draws or [ALL] * len(paths)
-    files = [_File(path, items, k, draws[k]) for k, path in enumerate(paths)]
+    draws = draws or [ALL] * len(files)
+    made = [_File(path, files[path], items, k, draws[k]) for k, path in enumerate(files)]
     work, errors = partial(_coded, draws), [0.0] * len(files)
     for piece, coded in run(items, work, replace(engine, device=CPU), title, grain=BLOCK):
         for k, (blocks, index, error) in enumerate(coded):
-            files[k].append(blocks, index, last=piece.stop == piece.item.numel)
+            made[k].append(blocks, index, last=piece.stop == piece.item.numel)
             errors[k] += error
-    for file in files:
+    for file in made:
         file.finish()
     return errors
 
@@ -186,11 +186,13 @@ class _File:
     The header gets room for the most bytes, and is written last.
     """
 
-    def __init__(self, path: Path, items: Sequence[Item], number: int, draw: Draw) -> None:
+    def __init__(
+        self, path: Path, title: str, items: Sequence[Item], number: int, draw: Draw
+    ) -> None:
         dtypes = {item.name: item.inputs[number].dtype for item in items}
         said = {item.name: [NAMES[dtypes[item.name]], list(item.shape)] for item in items}
         about = {"version": VERSION, "seed": draw.seed, "share": draw.share, "tensors": said}
-        self._metadata = {"format": "pt", MARKER: path.stem, KEY: json.dumps(about)}
+        self._metadata = {"format": "pt", MARKER: title, KEY: json.dumps(about)}
         # Tensor -> its bytes: the most until it is written
         self._sizes = {
             item.name: dtypes[item.name].itemsize * item.numel
