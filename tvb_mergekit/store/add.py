@@ -58,19 +58,12 @@ def add_task(
     if compress not in (None, *online.COMPRESSIONS):
         ways = ", ".join(online.COMPRESSIONS)
         raise UserError(f"--compress {compress}: expected one of {ways}")
-    _check_budget(budget)
     how = budget, compress, dtype, doubt
     if store is None or isinstance(store, Bases):
         return _grown(store, None, inputs_for(store), engine, *how)
     with changing(store, new=True) as change:
         bases = load(change.store) if change.facts else None
         return _grown(bases, change, inputs_for(bases), engine, *how)
-
-
-def _check_budget(budget: int | None) -> None:
-    if budget is not None and budget < 2:
-        said = "expected 2 or more, one basis for the previous tasks and one for the new task"
-        raise UserError(f"the budget is {budget}: {said}")
 
 
 def _grown(
@@ -84,6 +77,10 @@ def _grown(
     doubt: Warn,
 ) -> Bases:
     """The bases with one more task, in a change of their store or in memory."""
+    budget = bases.facts.budget if bases and budget is None else budget
+    if budget is not None and budget < 2:
+        said = "expected 2 or more, one basis for the previous tasks and one for the new task"
+        raise UserError(f"the budget is {budget}: {said}")
     if bases is None:
         # The first task is kept as it is; keys of `ae` are for later rounds.
         settings = inputs.settings.but(basis="none", num_bases=None)
@@ -133,8 +130,6 @@ def _next(
         raise UserError(f"the task {task!r} is in {bases.place} already: give another name")
     check_tasks([*bases.tasks, task], [*facts.models, *inputs.models])
     bases.check_base(inputs.base, inputs.base_model)
-    budget = facts.budget if budget is None else budget
-    _check_budget(budget)
     how = _compression(bases, compress, doubt)
     if budget is not None and not bases.whole and budget < count:
         said = f"the store holds {count} bases: give {count} or more, or build a smaller store"
@@ -218,20 +213,15 @@ def _compression(bases: Bases, compress: str | None, doubt: Warn) -> str:
 
 def _given(bases: Bases, inputs: TaskSet) -> list[Item]:
     """The store's tensors, with the new model as input. Raise UserError for other tensors."""
-    given, left_out = {item.name: item for item in inputs.items}, bases.facts.left_out
-    where, (model,), names = bases.place, inputs.models, bases.facts.tensors
-    for name in given:
-        if name not in names and not left_out.get(name, "").startswith("excluded"):
-            raise UserError(
-                f"tensor `{name}` of model {model} takes no part in {where} "
-                f"({left_out.get(name, 'not in the store')}), so that what was trained there "
-                "would be lost: build a store with it"
-            )
-    if lacking := [name for name in names if name not in given]:
-        raise UserError(
-            f"tensor `{lacking[0]}` is in {where}, and model {model} does not give it "
-            f"({inputs.left_out.get(lacking[0], 'not in it')}): a store holds one set of tensors"
-        )
+    given, names = {item.name: item for item in inputs.items}, bases.facts.tensors
+    left_out = {**inputs.left_out, **bases.facts.left_out}
+    for name in sorted(given.keys() ^ {*names}):
+        why, said = left_out.get(name, "missing"), f"model {inputs.models[0]} does not give it"
+        if name in given:
+            if why.startswith("excluded"):
+                continue
+            said = f"{bases.place} does not hold it, and what was trained there would be lost"
+        raise UserError(f"tensor `{name}`: {said} ({why}); a store holds one set of tensors")
     return [given[name] for name in names]
 
 
