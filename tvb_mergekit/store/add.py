@@ -21,7 +21,15 @@ from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.settings import VARYING_KEYS, check_tasks
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.store.build import Warn, fill, local_path, lost, planned_task, states_of, written
+from tvb_mergekit.store.build import (
+    Warn,
+    build_store,
+    local_path,
+    lost,
+    planned_task,
+    states_of,
+    written,
+)
 from tvb_mergekit.store.change import Change, changing
 from tvb_mergekit.store.facts import StoreFacts, Vector
 from tvb_mergekit.store.recipes import times
@@ -87,9 +95,15 @@ def _grown(
         now = {*settings.in_force(), "num_bases", "basis_ratio"}
         later = {key: value for key, value in inputs.settings.given.items() if key not in now}
         first = replace(inputs, settings=settings, varying={**inputs.varying, **later})
-        dtype = dtype or (None if change else torch.float32)
-        own = {"budget": budget, "compress": compress}
-        return fill(change, first, engine, change is None, dtype, 0, doubt, **own)
+        return build_store(
+            first,
+            change,
+            engine,
+            dtype=dtype or (None if change else torch.float32),
+            warn=doubt,
+            budget=budget,
+            compress=compress,
+        )
     found = _next(bases, inputs, engine, budget, compress, dtype, doubt)
     facts, tensors, kept, items, matrix = found
     planned, squares = facts.vectors[kept:], [0.0] * (len(facts.vectors) - kept)

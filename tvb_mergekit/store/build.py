@@ -62,12 +62,14 @@ def kept_share(lossless: bool, keep: float | None, dtype: object) -> float:
 
 def build_store(
     inputs: TaskSet,
-    out: str | os.PathLike[str] | None,
+    out: str | os.PathLike[str] | Change | None,
     engine: Engine = Engine(),
     *,
     dtype: torch.dtype | None = None,
     keep: float = 0,
     warn: Warn = LOG.warning,
+    budget: int | None = None,
+    compress: str | None = None,
 ) -> Bases:
     """Keep the task vectors, or the bases, of `inputs` in the store `out`; None: in memory.
 
@@ -76,46 +78,37 @@ def build_store(
             vectors in the form that suits each model.
         keep: the share of the entries of each task vector to keep exact; 1: all, to the bit.
         warn: called with each doubt about a model, one line each.
+        budget: the most bases of later additions; by default their number.
+        compress: how later additions make room; by default as the basis is built.
 
     Raises:
         UserError: The inputs are bad, `out` exists, or the disk is full.
     """
-    ranks.world().agree([item.name for item in inputs.items])
+    world = ranks.world()
+    world.agree([item.name for item in inputs.items])
     with ExitStack() as stack:
-        change: Change | None = None
-        if out is not None and ranks.world().leads:
+        change = None
+        if isinstance(out, Change):
+            change = out
+        elif out is not None and world.leads:
             change = stack.enter_context(changing(out, new=True))
             if change.facts is not None:
                 raise UserError(f"{out} is a store already; name another folder")
-        return fill(change, inputs, engine, out is None, dtype, keep, warn)
-
-
-def fill(
-    change: Change | None,
-    inputs: TaskSet,
-    engine: Engine,
-    in_memory: bool,
-    dtype: torch.dtype | None,
-    keep: float,
-    warn: Warn,
-    **later: object,
-) -> Bases:
-    """As `build_store`, in a change of the leading process; `later` are keys of `store.json`."""
-    started, vectors = time.perf_counter(), planned_vectors(inputs, dtype, keep)
-    basis = encoded(inputs, engine, warn)
-    matrix, squares, sources = matrix_of(basis), [0.0] * len(vectors), list[Weights]()
-    if in_memory:
-        sources = states_of(inputs, vectors, matrix, engine)
-    else:
-        vectors, squares = written(change, inputs, vectors, matrix, engine)
-    basis.seconds["build"] = time.perf_counter() - started
-    ranks.world().dismiss()
-    inputs.check_unchanged()
-    made = store_facts(inputs, basis, vectors, squares)
-    made = made.but(**{key: value for key, value in later.items() if value is not None})
-    numbers = {"encoder": basis.encoding.encoder, "decoder": basis.encoding.decoder}
-    numbers["gram"] = basis.sums.gram
-    return change.commit(made, numbers) if change else Bases(made, numbers, sources)
+        started, vectors = time.perf_counter(), planned_vectors(inputs, dtype, keep)
+        basis = encoded(inputs, engine, warn)
+        matrix, squares, sources = matrix_of(basis), [0.0] * len(vectors), list[Weights]()
+        if out is None:
+            sources = states_of(inputs, vectors, matrix, engine)
+        else:
+            vectors, squares = written(change, inputs, vectors, matrix, engine)
+        basis.seconds["build"] = time.perf_counter() - started
+        world.dismiss()
+        inputs.check_unchanged()
+        made = store_facts(inputs, basis, vectors, squares)
+        made = made.but(budget=budget or made.budget, compress=compress or made.compress)
+        numbers = {"encoder": basis.encoding.encoder, "decoder": basis.encoding.decoder}
+        numbers["gram"] = basis.sums.gram
+        return change.commit(made, numbers) if change else Bases(made, numbers, sources)
 
 
 def states_of(

@@ -288,7 +288,7 @@ def is_store(path: str | os.PathLike[str]) -> bool:
 def read_store(folder: Path) -> StoreFacts:
     """The facts of the store in a folder. Raise UserError if there is none."""
     if not is_store(folder):
-        kind = f"no {STORE} and vectors in it"
+        kind = f"no {STORE} of ours in it"
         if not folder.exists():
             kind = f"no such folder, from {os.getcwd()}"
         elif (folder / FACTS).is_file():
