@@ -473,7 +473,7 @@ def test_bits_are_near_the_conditional_entropy(dtype: torch.dtype, tmp_path: Pat
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=100, deadline=None)
 def test_damaged_blocks_are_refused(seed):
-    """Whatever bytes a frame holds, they are decoded without harm, or refused."""
+    """Whatever bytes a frame holds, they are decoded into their own place, or refused."""
     draw = np.random.default_rng(seed)
     base, theta = (t.view(torch.uint16).numpy() for t in tuned(seed, (400,), torch.bfloat16))
     content = np.empty(4 * 400 + 300, np.uint8)
@@ -481,7 +481,11 @@ def test_damaged_blocks_are_refused(seed):
     damaged = content[: draw.integers(0, size + 1)].copy()
     for place in draw.integers(0, max(len(damaged), 1), draw.integers(0, 4)):
         damaged[place:] = draw.integers(0, 256) if len(damaged) else 0
-    units.unpack(damaged, base, 7, np.empty_like(base))
+    around = np.full(3 * len(base), 7, base.dtype)
+    fits = units.unpack(damaged, base, 7, around[len(base) : 2 * len(base)])
+    assert (around[: len(base)] == 7).all() and (around[2 * len(base) :] == 7).all()
+    if np.array_equal(damaged, content[:size]):
+        assert fits and np.array_equal(around[len(base) : 2 * len(base)], theta)
 
 
 def sampled(tau: Tensor, seed: int) -> Tensor:
