@@ -20,10 +20,10 @@ import numpy as np
 import peft
 import pytest
 import torch
-from commands import assert_close, contents, ready
+from commands import contents, ready
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
-from reference import Dense, expect
+from reference import Dense
 from tiny import TASKS, family, llama, load
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
@@ -77,17 +77,6 @@ def test_in_memory_equals_on_disk(basis, dtype, world, tmp_path):
         for method in ("basis_ta", "basis_ties"):
             one, two = (tvb.merge(bases, base, method) for bases in (other, memory))
             assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
-
-
-def test_a_base_that_ties_what_its_models_do_not(world: World) -> None:
-    """Each name has its own task vector."""
-    base, models = five(world)
-    base["twin"] = base["embed"]
-    for state in models.values():
-        state["twin"] = 3 * state["embed"] - 2 * base["embed"]
-    bases = tvb.build(base, models)
-    want = expect(dense_of(base, models), "basis_ta", {"basis": "none"}, {}, TASKS)
-    assert_close(tvb.merge(bases, base, basis="none"), want.tensors, base, want.boundary)
 
 
 def test_mistakes_are_user_errors(world: World, tmp_path: Path) -> None:

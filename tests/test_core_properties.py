@@ -1,32 +1,25 @@
-"""The Gram pass, Trim and merging on arbitrary tensors, against dense float64."""
+"""The Gram pass and Trim on arbitrary tensors, against dense float64."""
 
-from dataclasses import replace
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
-import reference
 import torch
-from commands import assert_close
-from hypothesis import Phase, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from reference import Array, Dense
 from torch import Tensor
 from worlds import held_item
 
-from tvb_mergekit.core.basis import Basis, Step, Tunables, build, warnings
+from tvb_mergekit.core.basis import Step, build, warnings
 from tvb_mergekit.core.gram import SUMMED, GramSums, check_copied
 from tvb_mergekit.core.methods.ties import Histogram, trim_elect_merge
 from tvb_mergekit.core.settings import resolve_settings
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import passes
-from tvb_mergekit.tensors.merging import build_basis, merge_items
-from tvb_mergekit.tensors.output import MemorySink
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.stream import Item, Part
-from tvb_mergekit.tensors.taskset import TaskSet
 
 CPU = torch.device("cpu")
 quick = settings(max_examples=60, deadline=None, derandomize=True)
@@ -72,16 +65,6 @@ class Models:
             Item(n, tuple(base.shape), read_part(base), tuple(map(read_part, self.listed(n))))
             for n, base in self.base.items()
         ]
-
-    def basis(self, method: str, keys: dict[str, Any]) -> Basis:
-        settings = resolve_settings(method, keys, self.tasks)
-        return build_basis(TaskSet(settings, self.tasks, self.weights, self.items()))
-
-    def merged(self, basis: Basis, tunables: Tunables, out: torch.dtype) -> State:
-        items = [replace(item, out=out, tunables=tunables) for item in self.items()]
-        sink = MemorySink(items)
-        merge_items(basis, items, sink)
-        return sink.states[0]
 
 
 def read_part(tensor: Tensor) -> Part:
@@ -143,59 +126,7 @@ def test_what_the_gram_matrix_says_of_the_models() -> None:
         told(np.diag([1.0, 0.0, 1.0]), 10.0, plain)
 
 
-# Merging
-
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "addition": ("basis_ta", {"basis": "pca"}),
-    "addition by tasks": ("basis_ta", {"basis": "balanced", "lambda_scale": "tasks"}),
-    "negation": ("basis_negate", {"basis": "balanced", "forget": "task0", "alpha": 0.3}),
-    "negation around the mean": ("basis_negate", {"basis": "pca", "forget": "task0", "alpha": 0.3}),
-    "ties": ("basis_ties", {"basis": "balanced", "lambda_scale": "tasks", "merge_func": "mean"}),
-    "ties of all": ("basis_ties", {"basis": "none", "merge_func": "max"}),
-}
-
-
-@pytest.mark.parametrize("case", METHODS)
-@settings(quick, max_examples=8, phases=[Phase.generate])
-@given(st.data())
-def test_merging_equals_the_dense_reference(case: str, data: st.DataObject) -> None:
-    """The bits from files are those of memory, and of theta_0 + fl(scale * direction)."""
-    method, keys = METHODS[case]
-    made = Models(data)
-    basis = made.basis(method, keys)
-    tunables = Tunables(0.7, keys.get("alpha", 0.0), 0.3)
-    before = [tensor.clone() for state in (made.base, *made.models) for tensor in state.values()]
-    merged = made.merged(basis, tunables, torch.float32)
-    after = [tensor for state in (made.base, *made.models) for tensor in state.values()]
-    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-    encoder, whole = basis.encoding.encoder.numpy(), basis.encoding.reconstruction.numpy()
-    bases, rebuilt = made.dense.tau @ encoder, made.dense.tau @ whole
-    given = {**keys, "lambda": 0.7, "density": 0.3}
-    want = reference.merged(made.dense, method, given, bases, rebuilt, made.tasks)
-    assert_close(merged, want.tensors, made.base, want.boundary)
-
-    base_only = data.draw(st.booleans())
-    items = [
-        replace(
-            item, out=torch.bfloat16, tunables=None if item.name == "t0" and base_only else tunables
-        )
-        for item in made.items(False)
-    ]
-    sink = MemorySink(items)
-    merge_items(basis, items, sink)
-    cast = {name: tensor.bfloat16() for name, tensor in merged.items()}
-    if base_only:
-        cast["t0"] = made.base["t0"].bfloat16()
-    assert all(torch.equal(sink.states[0][n], cast[n]) for n in made.base)
-
-    items = [replace(i, tunables=Tunables(0.0, density=0.3)) for i in made.items(False)]
-    sink, scale = MemorySink(items), data.draw(st.floats(-2, 2))
-    merge_items(basis, items, sink, alone=True)
-    scaled = Tunables(0.0, -scale) if method == "basis_negate" else Tunables(scale, density=0.3)
-    factor = basis.scale if method != "basis_negate" else 1.0
-    merged = made.merged(basis, scaled, torch.float32)
-    for n, base in made.base.items():
-        assert torch.equal(merged[n], base.float() + (scale * factor) * sink.states[0][n])
+# Values, Trim, Elect, Merge
 
 
 def test_an_excluded_tensor_of_the_base_may_hold_infinity_but_no_nan() -> None:
@@ -205,9 +136,6 @@ def test_an_excluded_tensor_of_the_base_may_hold_infinity_but_no_nan() -> None:
         check_copied("mask", mask, excluded=False)
     with pytest.raises(UserError, match=r"1 NaN and 0 infinite .* diverged: take another$"):
         check_copied("mask", mask - mask, excluded=True)
-
-
-# Trim, Elect, Merge
 
 
 @quick

@@ -226,15 +226,6 @@ def test_pca_is_the_best_fit_around_the_mean(tau: Array, data: st.DataObject) ->
     assert (vectors[first, np.arange(count)] > 0).all()
 
 
-def test_random_selection_takes_tasks_themselves() -> None:
-    found = solve(some_gram(4, 8), basis="rand_select", num_bases=3, seed=5)
-    chosen = found.encoder.argmax(0)
-    torch.manual_seed(5)
-    assert chosen.tolist() == sorted(torch.randperm(8)[:3].tolist())
-    assert torch.equal(found.encoder, torch.eye(8, dtype=torch.float64)[:, chosen])
-    assert torch.allclose(found.reconstruction[:, chosen], found.encoder, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("gram", "keys", "message"),
     [

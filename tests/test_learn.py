@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_ranks import run
-from tiny import family, gpt2, llama, load, mistral
+from tiny import family, gpt2, llama, load
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -33,7 +33,7 @@ from tvb_mergekit.learn import data as texts
 from tvb_mergekit.learn import gradients, training
 from tvb_mergekit.learn.data import Batch, Example, drawn, response_loss
 from tvb_mergekit.learn.gradients import largest
-from tvb_mergekit.learn.statistics import regression_mean, task_factors
+from tvb_mergekit.learn.statistics import regression_mean
 from tvb_mergekit.store.routing import Routed, routed_parameters, router_of
 
 TASKS = ("math", "code", "chat")
@@ -52,22 +52,6 @@ def test_inputs_that_are_always_zero_and_singular_sums() -> None:
     assert all(map(torch.equal, grams, kept))
     with pytest.raises(UserError, match="`w`: the sum of X\\^T X over its 4 inputs is singular"):
         regression_mean("w", bases, grams[:1] * 2, encoder, ones, 1.0, 1.0)
-
-
-def test_factors_of_tasks() -> None:
-    """The merge where task i alone has information, as s_i k_i / w_i of the task vectors."""
-    groups = torch.eye(4).repeat_interleave(2, 0).double() / 2  # each basis the mean of two of 8
-    chosen = torch.eye(6)[:, :3].double()  # rand_select
-    convex = torch.rand(8, 4, generator=torch.Generator().manual_seed(0)).double().softmax(0)
-    for encoder in (groups, chosen, convex):
-        shares = encoder @ encoder.T / encoder.sum(1, keepdim=True).clamp(min=1e-9)
-        merged = task_factors(encoder, encoder)[:, None] * shares
-        own = merged.diagonal()[encoder.sum(1) > 0]
-        if encoder is convex:  # as long as the task vector, and never more of it
-            assert torch.allclose(merged.norm(dim=1).clamp(max=1), torch.ones(8).double())
-            assert (own < 1).all()
-        else:
-            assert torch.allclose(own, torch.ones_like(own))
 
 
 def statistics_of(folder: Path, method: str, data: Examples) -> dict[str, Tensor]:
@@ -503,6 +487,7 @@ def test_precision_checkpointing_and_patience(case: Case) -> None:
 # WEMoE: routed models against dense ones that merge the weights of each sequence
 
 
+WINDOWED = worlds.decoder("Mistral", sliding_window=3)  # attention sees the last three tokens
 PROMPTS = ([3, 1, 4, 1, 5, 9], [2, 7, 1], [8, 2, 8, 1, 8])
 
 
@@ -558,7 +543,7 @@ def padded(prompts: Sequence[Sequence[int]], left: bool) -> dict[str, Tensor]:
     return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks)}
 
 
-@pytest.mark.parametrize(("make", "depth"), [(llama, 1), (gpt2, 2), (mistral, 1)])
+@pytest.mark.parametrize(("make", "depth"), [(llama, 1), (gpt2, 2), (WINDOWED, 1)])
 def test_a_batch_is_what_dense_models_give_one_by_one(make: Any, depth: int) -> None:
     there = routed(make, depth)
     model, before = there.model, {n: p.clone() for n, p in there.model.named_parameters()}

@@ -84,32 +84,6 @@ def test_a_merge_is_the_formula_in_float64(method: str, shape: tuple[int, ...], 
     assert torch.equal(found, METHODS[method](bases))
 
 
-@quick
-@given(st.sampled_from(list(METHODS)), st.sampled_from(SHAPES), st.integers(0, 99))
-def test_a_merge_turns_with_its_bases_and_knows_no_order(method: str, shape, seed: int) -> None:
-    bases = noise(*shape, seed=seed).double()
-    left, right = (torch.linalg.qr(noise(k, k, seed=seed + 1).double())[0] for k in shape[1:])
-    merge, order = METHODS[method], torch.randperm(shape[0])
-    turned = (3.0 * left @ bases[order] @ right).float()
-    expected = 3.0 * left @ merge(bases.float()).double() @ right
-    assert off(merge(turned), expected) < 5e-5  # the inputs were rounded again
-
-
-@quick
-@given(st.sampled_from(SHAPES), st.integers(0, 99))
-def test_iso_c_is_isotropic_and_sees_the_sum_alone(shape: tuple[int, ...], seed: int) -> None:
-    bases = noise(*shape, seed=seed)
-    merged = isotropic(bases).double()
-    gram = merged.T @ merged if shape[1] >= shape[2] else merged @ merged.T
-    level = torch.linalg.svdvals(bases.double().sum(0)).mean() ** 2
-    assert torch.allclose(gram, level * torch.eye(len(gram)).double(), atol=1e-5 * float(level))
-    moved = bases.double()
-    moved[0] += 1.0
-    moved[-1] -= 1.0
-    assert off(isotropic(moved.float()), merged) < 1e-5
-    assert torch.equal(isotropic(bases, common=0.999), isotropic(bases)) or shape[0] == 1
-
-
 def test_iso_cts_never_takes_more_directions_than_there_are() -> None:
     # 12 / 8 rounds to 2, which would be 16 of 12
     assert torch.linalg.matrix_rank(isotropic(noise(8, 12, 15), common=0.0)) == 12

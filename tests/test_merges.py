@@ -24,6 +24,7 @@ from torch import Tensor
 from worlds import ARCHITECTURES, EMBEDDING, FAMILIES, HEAD, THREE, Models, World, save, state_dicts
 
 import tvb_mergekit
+from tvb_mergekit.tensors import passes
 
 Tensors = Mapping[str, Tensor]
 FAST = {"steps": 300}
@@ -117,8 +118,6 @@ CASES = {
     "iso, experts": Case("mixtral", ISO, BALANCED, TVB),
     "tsvm, same models": Case("twins", TSVM, BY_TASKS),
     "wudi, weights": Case("mixed formats", WUDI, NONE, own=WEIGHTS),
-    "iso, store": Case("store of balanced", ISO, SCALED),
-    "tsvm, store": Case("store of pca", TSVM, {}, TVB),
     "iso, common, adapters": Case("adapters", ISO, {**NONE, "common": 0.6}, TVB),
     "tsvm, adapters": Case("adapters", TSVM, BALANCED, TVB),
     "tsvm, tokens": Case("two more tokens", TSVM, PCA, extra=SOURCE),
@@ -134,7 +133,6 @@ CASES = {
     "alpha by filter": varied(NEGATE, {**BALANCED, **FORGET}, "alpha", True),
     # how checkpoints are stored
     "tied, aliased": Case("tied, aliased", TIES, PCA),
-    "tied, twice": Case("tied, twice", NEGATE, FORGOTTEN),
     "one untied": Case("one untied", TA, PCA),
     "adapters": Case("adapters", NEGATE, FORGOTTEN),
     # vocabularies
@@ -148,12 +146,8 @@ CASES = {
         form="slices"),
     "modules": Case("tied", TIES, PCA, own=WEIGHTS, form="modules"),
     # stores
-    "store of pca": Case("store of pca", NEGATE, FORGET),
-    "store in float16": Case("store in float16", TA, SCALED),
     "store in bfloat16": Case("store in bfloat16", TIES, {}),
     "store of parts": Case("store of parts", TA, {"lambda": 0.3}),
-    "store of parts, tied": Case("store of parts, tied", TA),
-    "store, lambda by layer": varied(TA, SCALED, "lambda", False, "store of pca"),
     "store, lambda by filter": varied(TIES, {**NONE, "merge_func": "mean"}, "lambda",
         True, "store of all"),
     "store, density by filter": varied(TIES, {"merge_func": "max", "lambda": 0.6}, "density", True,
@@ -183,8 +177,13 @@ def dense_of(case: Case, models: Models) -> Dense:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_dense_reference(name: str, world: World, tmp_path: Path) -> None:
+def test_equals_the_dense_reference(
+    name: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = CASES[name]
+    if [*CASES].index(name) % 2:  # in many pieces, which several threads read
+        monkeypatch.setattr(passes, "PIECE", 1)
+        monkeypatch.setattr(passes, "SHORTEST", 256)
     models = world(case.models)
     tasks = [case.own.get(n, {}).get("task", task) for n, task in enumerate(models.tasks)]
     result = run(case, models, tmp_path / "out")

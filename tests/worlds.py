@@ -6,7 +6,7 @@ The fixture `world` makes each family once a session; tests do not change its fi
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -165,17 +165,14 @@ def twins(folder: Path) -> Models:
     return made
 
 
-def tied(folder: Path, stored: str = "once") -> Models:
-    """Tied embeddings, which checkpoints hold once or twice."""
+def tied(folder: Path, aliased: bool = False) -> Models:
+    """Tied embeddings, stored once, or as one tensor with two names."""
     made = hub(TIED, folder)
     made.same = {HEAD: EMBEDDING}
-    for path, state in zip((made.base, *made.listed), made.states, strict=True):
-        embedding = state[EMBEDDING]
-        if stored == "aliased":
-            (Path(path) / "model.safetensors").unlink()
-            torch.save({**state, HEAD: embedding}, Path(path) / "pytorch_model.bin")
-        elif stored == "twice":
-            save(Path(path), {**state, HEAD: embedding.clone()})
+    for path, state in zip(map(Path, (made.base, *made.listed)), made.states, strict=True):
+        if aliased:
+            (path / "model.safetensors").unlink()
+            torch.save({**state, HEAD: state[EMBEDDING]}, path / "pytorch_model.bin")
     return made
 
 
@@ -253,13 +250,12 @@ def a_store(
     basis: str,
     make: Make = THREE_LAYERS,
     dtype: str | None = None,
-    same: Mapping[str, str] = {},
     own: Mapping[int, Mapping[str, Any]] | None = None,
     exclude: str | None = None,
     **options: Any,
 ) -> Models:
     """The vectors of a store stand for the models, by its name or one by one, the last first."""
-    made = replace(hub(make, folder, **options), same=same)
+    made = hub(make, folder, **options)
     made.keys = {"basis": basis} | ({"num_bases": 2} if basis != "none" else {})
     made.keys |= {"exclude": exclude} if exclude else {}
     store = folder / "store"
@@ -365,27 +361,19 @@ FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
     "many models": partial(hub, llama, tasks=[f"task{n}" for n in range(14)], scale=0.005),
     "mixed formats": mixed_formats,
     "tied": tied,
-    "tied, aliased": partial(tied, stored="aliased"),
-    "tied, twice": partial(tied, stored="twice"),
+    "tied, aliased": partial(tied, aliased=True),
     "one untied": one_untied,
     "two more tokens": two_more_tokens,
     "other order": other_order,
     "adapters": adapters,
     "mixed adapters": partial(adapters, configs=ADAPTERS),
     "conv1d adapters": partial(adapters, configs=[{"target_modules": CONV}] * 3, make=gpt2),
-    "store of pca": partial(a_store, basis="pca"),
     "store of balanced": partial(a_store, basis="balanced"),
     "store of all": partial(a_store, basis="none"),
     "store of gpt2": partial(a_store, basis="balanced", make=gpt2),
-    "store in float16": partial(
-        a_store, basis="balanced", dtype="float16", dtypes=MIXED, scale=0.002
-    ),
     "store in bfloat16": partial(a_store, basis="pca", dtype="bfloat16"),
     "store of parts": partial(
         a_store, basis="balanced", own={1: {"weight": 2.5}}, exclude=r"embed|lm_head|\.1\."
-    ),
-    "store of parts, tied": partial(
-        a_store, basis="pca", make=TIED, same={HEAD: EMBEDDING}, exclude="embed"
     ),
     "five": partial(state_dicts, ending="safetensors", tasks=TASKS),
 }
