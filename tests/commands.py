@@ -4,7 +4,8 @@ import importlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -72,14 +73,10 @@ class Result:
 
     folder: Path
     output: str = ""
-    _cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        if "tensors" not in self._cache:
-            self._cache["tensors"] = load(self.folder)
-        tensors: dict[str, Tensor] = self._cache["tensors"]
-        return tensors
+        return load(self.folder)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -114,10 +111,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
-def place(command: str, out: Path) -> list[str]:
-    return ["--out-path", str(out)] if command == "mergekit-multi" else [str(out)]
-
-
 def merge(
     recipes: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     out: Path,
@@ -128,7 +121,8 @@ def merge(
 ) -> Result:
     """Run a command's `main` with its arguments within this process."""
     main = importlib.import_module(MODULES[command]).main
-    words = [str(write(recipes, out)), *place(command, out), "--quiet", *args]
+    where = ["--out-path"] * (command == "mergekit-multi") + [str(out)]
+    words = [str(write(recipes, out)), *where, "--quiet", *args]
     with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1", **(env or {})):
         done = CliRunner().invoke(main, words, prog_name=command)
     if fails:

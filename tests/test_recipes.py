@@ -14,14 +14,12 @@ import pytest
 import yaml
 from mergekit.scripts import run_yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from tvb_mergekit.core.settings import resolve_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
 QUICKSTART = RECIPES / "quickstart"
-MODELS = QUICKSTART / "models"
 SHIPPED = ["base", "copy", "reverse", "sort", "upper", "shift", "max", "double", "sum"]
 BIN = Path(sys.executable).parent
 
@@ -91,18 +89,7 @@ def test_the_recipe_of_a_real_model_lists_the_shipped_adapters() -> None:
     assert command.split() == words[:3]
 
 
-# The shipped models
-
-
-def test_shipped_models_are_small_llamas() -> None:
-    assert {path.name for path in MODELS.iterdir()} == set(SHIPPED)
-    for name in SHIPPED:
-        model = AutoModelForCausalLM.from_pretrained(MODELS / name)
-        assert isinstance(model, LlamaForCausalLM)
-        assert 400_000 <= sum(p.numel() for p in model.parameters()) <= 600_000
-        tokenizer = AutoTokenizer.from_pretrained(MODELS / name)
-        assert tokenizer.decode(tokenizer("reverse:stone=")["input_ids"]) == "reverse:stone="
-        assert model.config.eos_token_id == tokenizer.eos_token_id
+# What the quickstart ships, and what the README says of it
 
 
 def test_held_out_items_are_right_and_disjoint(monkeypatch: pytest.MonkeyPatch) -> None:

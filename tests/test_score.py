@@ -274,32 +274,18 @@ def test_other_metrics_and_earlier_tables(small: Path) -> None:
     assert line.startswith("metric differs between sft/results_a.json and ae/results_a.json: run")
 
 
-NUMBERS = {
-    f"1{'0' * 5000}": " cannot be read as a result file of lm_eval: Exceeds the limit",
-    "true": ": add has `KEY` = True: expected a number in [0, 1]",
-    '"0.5"': ": add has `KEY` = '0.5': expected a number in [0, 1]",
-    "-0.1": ": add has `KEY` = -0.1: expected",
-    "[0.5]": ": add has `KEY` = [0.5]: expected",
-}
-
-
-def test_broken_numbers_are_one_line(small: Path) -> None:
-    write_results("m.json", {"add": (0.5, 0.25)})
-    text = Path("m.json").read_text()
-    for number, said in NUMBERS.items():
-        for old, key in (('": 0.5', "score,none"), ('": 0.25', "score_stderr,none")):
-            Path("m.json").write_text(text.replace(old, f'": {number}'))
-            line = refused("score", "m.json", *BENCH)
-            assert line.startswith(f"Error: m.json{said.replace('KEY', key)}"), line
-    Path("m.json").write_text(text.replace("0.25", "NaN"))  # lm-eval's, of a single item
-    assert row(run("m.json", *BENCH), "Add") == ["50.00"]
-
-
 def test_mistakes_are_one_line(small: Path) -> None:
     write_results("date.json", {"add": 0.5}, date="May")
     write_results("less.json", {"add": 0.5}, higher_is_better={"add": {"score": False}})
     Path("cut.json").write_text(Path("date.json").read_text()[:90])
     Path("model.json").write_text('{"architectures": []}')
+    write_results("m.json", {"add": (0.5, 0.25)})
+    text = Path("m.json").read_text()
+    for n, number in enumerate(("true", '"0.5"', "-0.1", f"1{'0' * 5000}")):
+        Path(f"score{n}").write_text(text.replace(": 0.5", f": {number}"))
+        Path(f"error{n}").write_text(text.replace(": 0.25", f": {number}"))
+    Path("m.json").write_text(text.replace("0.25", "NaN"))  # lm-eval's, of a single item
+    assert row(run("m.json", *BENCH), "Add") == ["50.00"]
     Path("deeper.yml").write_text(SMALL.replace("label: Add", "lable: Add"))
     Path("empty").mkdir()
     expected = {
@@ -314,6 +300,10 @@ def test_mistakes_are_one_line(small: Path) -> None:
         "ta --benchmark small.yml --specialist maths=sft": "did you mean `math`",
         "less.json --benchmark small.yml": "better when it is lower; choose another with --metric",
         "ta --benchmark small.yml --metric ad:acc,none": "--metric ad: no such task in small .did",
+        "score0 --benchmark small.yml": "score0: add has `score,none` = True: expected a number",
+        "error1 --benchmark small.yml": "error1: add has `score_stderr,none` = '0.5': expected",
+        "error2 --benchmark small.yml": "error2: add has `score_stderr,none` = -0.1: expected",
+        "score3 --benchmark small.yml": "score3 cannot be read as a .* of lm_eval: Exceeds the",
         "ta --reference nope": "nope cannot be read as a scores.json of `tvb sc",
     }
     for words, line in expected.items():

@@ -19,9 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval.tasks import TaskManager
 from PIL import Image
-from test_lora import LINEAR, train
-from tiny import TASKS, family, llama
 from torch import Tensor
+from worlds import World
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.inputs import Options
@@ -134,38 +133,25 @@ def test_a_search_with_few_points(tmp_path: Path) -> None:
 
 # The line: theta_0 + coefficient * direction
 
-BALANCED = {"basis": "balanced", "num_bases": 2}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "sum": ("basis_ta", {**BALANCED, "lambda_scale": "tasks"}),
-    "ties": ("basis_ties", {**BALANCED, "density": [0.3, 0.6]}),
-    "iso": ("basis_iso", {**BALANCED, "lambda_scale": "tasks"}),
-    "wudi": ("basis_wudi", {"basis": "none", "matrices": "mlp"}),
-    "forget from the sum": ("basis_negate",
-                            {**BALANCED, "forget": "code,chat", "alpha": 1, "lambda": 0.3}),
-    "some left out": ("basis_ta", {**BALANCED, "exclude": "embed|lm_head"}),
-    "tied": ("basis_ta", BALANCED),
-    "adapters": ("basis_ta", BALANCED),
-    "a store": ("basis_ta", {"lambda_scale": "tasks"}),
-}  # fmt: skip
+BALANCED, SCALED = {"basis": "balanced", "num_bases": 2}, {"lambda_scale": "tasks"}
+FORGOTTEN = {**BALANCED, "forget": "code,chat", "alpha": 1, "lambda": 0.3}
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "sum": ("mixed dtypes", "basis_ta", {**BALANCED, **SCALED}),
+    "ties": ("mixed dtypes", "basis_ties", {**BALANCED, "density": [0.3, 0.6]}),
+    "iso": ("mixed dtypes", "basis_iso", {**BALANCED, **SCALED}),
+    "wudi": ("mixed dtypes", "basis_wudi", {"basis": "none", "matrices": "mlp"}),
+    "forget from the sum": ("mixed dtypes", "basis_negate", FORGOTTEN),
+    "some left out": ("mixed dtypes", "basis_ta", {**BALANCED, "exclude": "embed|lm_head"}),
+    "tied": ("tied", "basis_ta", BALANCED),
+    "adapters": ("adapters", "basis_ta", BALANCED),
+    "a store": ("store of balanced", "basis_ta", SCALED),
+}
 
 
-def prepared(case: str, folder: Path) -> dict[str, Any]:
-    """A recipe over models stored in three dtypes, or one; sizes that no vector length divides."""
-    (method, keys), dtypes = CASES[case], [torch.float32, torch.bfloat16, torch.float16]
-    make = partial(llama, hidden_size=24, intermediate_size=53, tie_word_embeddings=case == "tied")
-    base, models = family(folder / "in", make, dtypes=dtypes[: 1 if case == "adapters" else 3])
-    given: list[Path | str] = [*models]
-    if case == "adapters":
-        for seed, task in enumerate(TASKS[:3]):
-            train(base, folder / task, seed, target_modules=LINEAR)
-        given = [f"{base}+{folder / task}" for task in TASKS[:3]]
-    elif case == "a store":
-        built = write(recipe(method, base, models, **BALANCED), folder / "built")
-        tvb("build", built, folder / "store", "--quiet")
-        held = sorted((folder / "store").glob("*/model.safetensors"))
-        given = [path.parent for path in held] or [folder / "store"]
-    dtype = ("float32", "bfloat16", "float16")[[*CASES].index(case) % 3]
-    return recipe(method, base, given, {0: {"weight": 0.6}}, dtype=dtype, **keys)
+def prepared(case: str, world: World) -> dict[str, Any]:
+    (family, method, keys), dtypes = CASES[case], ("float32", "bfloat16", "float16")
+    models, dtype = world(family), dtypes[[*CASES].index(case) % 3]
+    return recipe(method, models.base, models.listed, {0: {"weight": 0.6}}, dtype=dtype, **keys)
 
 
 def loaded(folder: Path) -> Any:
@@ -174,10 +160,10 @@ def loaded(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_point_is_what_mergekit_writes(case, tmp_path, caplog, monkeypatch):
+def test_every_point_is_what_mergekit_writes(case, world, tmp_path, caplog, monkeypatch):
     """To the bit, to and fro, by one model in memory."""
     monkeypatch.setattr(line, "CHUNK", 700)
-    path = write(prepared(case, tmp_path), tmp_path / "recipe")
+    path = write(prepared(case, world), tmp_path / "recipe")
     tuned = line.read_tuned(str(path), Options())
     load = mock.Mock(side_effect=loaded)
     model = line.MovingModel(tuned, tmp_path / "work", load)
@@ -195,9 +181,9 @@ def changed(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("change", [torch.nn.Sequential, changed])  # other names, other weights
-def test_a_model_that_cannot_move(change, tmp_path, caplog):
+def test_a_model_that_cannot_move(change, world, tmp_path, caplog):
     """A line that does not lead through the loaded weights is not used."""
-    path = write(prepared("sum", tmp_path), tmp_path / "recipe")
+    path = write(prepared("sum", world), tmp_path / "recipe")
     load = mock.Mock(side_effect=lambda place: SimpleNamespace(model=change(loaded(place).model)))
     line.MovingModel(line.read_tuned(str(path), Options()), tmp_path / "work", load).at(0.4)
     assert "each point is merged to disk and loaded" in caplog.text and load.call_count == 2

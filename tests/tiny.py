@@ -24,12 +24,6 @@ def llama(**changes: object) -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**DECODER, **changes}))
 
 
-def mistral() -> nn.Module:
-    """A model whose attention sees the last three tokens alone."""
-    config = transformers.MistralConfig(**DECODER, sliding_window=3)
-    return transformers.MistralForCausalLM(config)
-
-
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(vocab_size=96, n_positions=64, n_embd=32, n_layer=2, n_head=4)
     return transformers.GPT2LMHeadModel(config)

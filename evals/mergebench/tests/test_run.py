@@ -244,15 +244,3 @@ def test_the_answer_is_found_in_time() -> None:
             start = time.process_time()
             answers.find_answer(response), answers.find_answer_flexibly(response)
             assert time.process_time() - start < 3, response[:40]
-
-
-@pytest.mark.parametrize(("prediction", "reference", "expected"), [
-    # 4 of 5, then 2 of 4, 0 of 3 and 0 of 2; one more each
-    ("a b c d e", "a b x d e", (5 / 6 * 3 / 5 * 1 / 4 * 1 / 3) ** 0.25),
-    # two tokens of four: 3/3, 2/2, and 1/1 where there are none; a brevity penalty of 1 - 4/2
-    ("a b", "a b c d", math.exp(-1)),
-    ("f ( x )", "f(x)", 1), ("", "a", 0),  # 13a splits punctuation off
-])  # fmt: skip
-def test_bleu_by_hand(prediction: str, reference: str, expected: float) -> None:
-    score = module("coding/conala").bleu([(prediction, reference)])
-    assert score == pytest.approx(expected)
