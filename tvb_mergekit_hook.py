@@ -3,7 +3,7 @@
 mergekit has no entry points. So `tvb_mergekit.pth` (from Python 3.15 on `tvb_mergekit.start`)
 calls `install()` when Python starts. A finder on `sys.meta_path` then waits for the imports of
 MODULES. It hands each executed module to `tvb_mergekit.plugin.on_import`, before the importer
-reads a name. `on_import` checks the names that it needs, and reports the first difference.
+reads a name. The rest of the package is imported when one of our methods is needed.
 
 Every start of Python runs this module, so it imports only `sys`. A failure prints one line on
 stderr. It never shows a traceback or stops mergekit.
@@ -41,17 +41,12 @@ def install() -> None:
     try:
         if _env("TVB_MERGEKIT_DISABLE"):
             return
-        if _FINDER not in sys.meta_path:
-            sys.meta_path.insert(0, _FINDER)
+        if FINDER not in sys.meta_path:
+            sys.meta_path.insert(0, FINDER)
         if "mergekit" in sys.modules:
-            _FINDER.catch_up()
+            FINDER.catch_up()
     except Exception as error:
-        _FINDER.give_up(error)
-
-
-def problem_shown() -> bool:
-    """Whether a line on stderr has said why the methods are not available."""
-    return _FINDER.told
+        FINDER.give_up(error)
 
 
 def _env(name: str) -> bool:
@@ -66,7 +61,6 @@ class TvbMergekitFinder:
     def __init__(self) -> None:
         self.handed_over: dict[str, ModuleType] = {}
         self.stopped = False
-        self.told = False
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "ModuleSpec | None":
         if (name not in MODULES and name != LM_EVAL) or self.stopped:
@@ -127,7 +121,7 @@ class TvbMergekitFinder:
         """Leave mergekit alone from now on. The line is written once in a process."""
         if self.stopped:
             return
-        self.stopped = self.told = True
+        self.stopped = True
         try:
             sys.stderr.write(f"tvb-mergekit: {METHODS} {problem}\n")
         except Exception:  # no stderr, or a closed one
@@ -155,4 +149,4 @@ class _Loader:
         self._finder.after(module)
 
 
-_FINDER = TvbMergekitFinder()
+FINDER = TvbMergekitFinder()

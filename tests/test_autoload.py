@@ -223,6 +223,7 @@ def test_scripts(name, few_lines):
 PARAMETERS = """
 merge_methods.registry:register method ...
 merge_methods.registry:registered_methods ...
+merge_methods.registry:get name
 merge_methods.base:MergeMethodSpec name parameters contract ...
 merge_methods.base:ParameterSpec name value_type scope default description ...
 merge_methods.base:ParameterSpec.validate self value
@@ -266,52 +267,73 @@ def test_names_have_the_parameters_that_we_use(row):
     assert not rest or others == "*" or (others and optional)
 
 
-INSTALLED = f"mergekit {re.escape(names.version('mergekit'))}"
-PLACES = [(module, place) for module, probed in names.PROBED.items() for place in probed]
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> hook.TvbMergekitFinder:
+    """The hook as after the start of Python, and mergekit's own methods alone."""
+    theirs = {name: each for name, each in registry._METHODS.items() if name not in METHODS}
+    monkeypatch.setattr(registry, "_METHODS", theirs)
+    monkeypatch.setattr(hook, "FINDER", finder := hook.TvbMergekitFinder())
+    return finder
 
 
-def hand_over(module: str, capsys: pytest.CaptureFixture[str]) -> str:
-    finder = hook.TvbMergekitFinder()
-    finder.after(sys.modules[module])
-    printed = capsys.readouterr().err
-    assert finder.told == bool(printed)
-    return printed
-
-
-@pytest.mark.parametrize(("module", "place"), PLACES)
-def test_a_missing_name_is_named(module, place, monkeypatch, capsys):
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
-    assert hand_over(module, capsys) == ""
-    owner, attribute = names.owner_of(place)
-    monkeypatch.delattr(owner, attribute, raising=False)
-    monkeypatch.delitem(owner.__annotations__, attribute, raising=False)
-    line = (
-        f"tvb-mergekit: {hook.METHODS} are not available: {INSTALLED} has no "
-        f"`mergekit.{re.escape(place.replace(':', '.'))}`; "
-        f"pip install 'mergekit=={re.escape(names.TESTED)}', or a newer tvb-mergekit\n"
-    )
-    assert re.fullmatch(line, found := hand_over(module, capsys)), found
-    if place.endswith(":_METHODS"):
-        return
-    assert registry.get("task_arithmetic")
-    with pytest.raises(RuntimeError, match="Unimplemented merge method basis_ta"):
-        registry.get("basis_ta")
+@pytest.mark.parametrize("place", ["", *names.NAMES, "merge:run_merge"])
+def test_a_missing_name_is_named(place, fresh, monkeypatch, capsys):
+    """When one of our methods is needed, or at the import of a module whose names are wrapped."""
+    if place:
+        owner, attribute = names.owner_of(place)
+        monkeypatch.delattr(owner, attribute, raising=False)
+        monkeypatch.delitem(owner.__annotations__, attribute, raising=False)
+    fresh.after(sys.modules["mergekit.merge"])
+    assert place == "merge:run_merge" or not fresh.stopped
+    if place == "merge_methods.registry:_METHODS":  # of mergekit's own `get`
+        assert not names.ready()
+    elif place:
+        assert registry.get("task_arithmetic")
+        with pytest.raises(RuntimeError, match="Unimplemented merge method basis_ta"):
+            registry.get("basis_ta")
+    else:
+        assert METHODS.keys() <= {each.spec.name for each in registry.registered_methods()}
+    line = f"tvb-mergekit: {hook.METHODS} are not available: mergekit {names.version('mergekit')} "
+    line += f"has no `mergekit.{place.replace(':', '.')}`; pip install 'mergekit=={names.TESTED}', "
+    assert capsys.readouterr().err == (place and f"{line}or a newer tvb-mergekit\n")
 
 
 VERSIONS = [(names.TESTED, True), ("0.1.6.dev1", True), ("0.2.0", False), ("0.10.1", False)]
 
 
 @pytest.mark.parametrize(("version", "known"), VERSIONS)
-def test_the_range_of_versions(version, known, monkeypatch, capsys):
-    """An untested version with the same names works."""
+def test_the_range_of_versions(version, known, fresh, monkeypatch, capsys):
+    """An untested version with the same names works. Another one is named once, at its import."""
     assert f'"mergekit>={names.TESTED},<0.2"' in (ROOT / "pyproject.toml").read_text()
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    assert list(names.WRAPPED) == list(hook.MODULES)
     monkeypatch.setattr(names, "version", lambda _name: version)
-    assert (names.out_of_range() is None) == known
-    assert list(names.PROBED) == list(hook.MODULES)
-    assert [bool(hand_over(module, capsys)) for module in names.PROBED].count(True) == (
-        0 if known else len(names.PROBED)
+    for module in names.WRAPPED:
+        fresh.after(sys.modules[module])
+    assert names.ready() == known and fresh.stopped != known
+    told = capsys.readouterr().err
+    assert (told == "") == known and told.count("\n") == (not known)
+
+
+LIGHT = """
+import sys
+from mergekit.scripts.run_yaml import main
+try: main(["stock.yml", "merged"])
+except BaseException: pass
+found = [n for n in sys.modules if n.startswith("tvb_mergekit")]
+print(*sorted(found))
+"""
+STOCK = "{merge_method: linear, models: [{model: ./none, parameters: {weight: 1}}]}"
+
+
+def test_a_stock_recipe_imports_the_text_of_recipes_alone(tmp_path):
+    (tmp_path / "stock.yml").write_text(STOCK)
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT], cwd=tmp_path, env=env, capture_output=True, text=True
     )
+    rest = "errors plugin plugin.text plugin.wrappers store".split()
+    wanted = ["tvb_mergekit", *(f"tvb_mergekit.{name}" for name in rest), "tvb_mergekit_hook"]
+    assert done.stdout.split() == wanted, done.stderr
 
 
 # mergekit's own tests, with this package installed
@@ -350,8 +372,8 @@ from mergekit.merge_methods import get
 
 
 def pytest_sessionstart(session):
-    assert get("basis_ta") and tvb_mergekit_hook._FINDER.handed_over
-    assert not tvb_mergekit_hook._FINDER.stopped
+    assert get("basis_ta") and tvb_mergekit_hook.FINDER.handed_over
+    assert not tvb_mergekit_hook.FINDER.stopped
 """
 
 REGRESSIONS = (

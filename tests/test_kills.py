@@ -19,7 +19,8 @@ import torch
 from commands import contents, recipe, write
 
 import tvb_mergekit as tvb
-from tvb_mergekit.store.store import is_store, read_store
+from tvb_mergekit.store import is_store
+from tvb_mergekit.store.store import read_store
 
 if sys.platform == "win32":
     pytest.skip("needs fork and SIGKILL", allow_module_level=True)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-import tvb_mergekit_hook
 from tvb_mergekit.errors import UserError, hint, refusing, unwinding
 from tvb_mergekit.progress import bars, logging_above_bars, phase
+from tvb_mergekit.store import STORE
 from tvb_mergekit.tensors import ranks
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def of_store(ways: Sequence[str] = (), each: str = "{}") -> dict[str, Any]:
         try:
             # click puts no argument into `params` when the last option still lacks its value
             place = ctx.params.get("store") or ctx.params.get("recipe") or ctx.args[0]
-            tasks = json.loads(Path(place, "store.json").read_text(encoding="utf-8"))["tasks"]
+            tasks = json.loads(Path(place, STORE).read_text(encoding="utf-8"))["tasks"]
         except (OSError, ValueError, LookupError, TypeError):
             return []
         words = [*ways, *(each.format(task) for task in tasks)]
@@ -145,8 +145,9 @@ def command(
 def import_mergekit() -> None:
     """Import mergekit and the adapter. Exit if the hook has refused this mergekit."""
     with phase("Importing mergekit"):
-        importlib.import_module("mergekit.merge")
-        if tvb_mergekit_hook.problem_shown():
+        from tvb_mergekit.plugin import ready
+
+        if not ready():
             sys.exit(1)
         importlib.import_module("tvb_mergekit.plugin.inputs")
 

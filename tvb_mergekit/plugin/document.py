@@ -2,126 +2,45 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import yaml
-from mergekit import merge_methods
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.tokenizer.config import TokenizerConfig
 from pydantic import BaseModel
 
 from tvb_mergekit.core.settings import ALL_KEYS, METHODS, MODEL_KEYS, VARYING_KEYS, unknown_key
-from tvb_mergekit.errors import UserError, hint, one_line, refusing
+from tvb_mergekit.errors import UserError, refusing
 from tvb_mergekit.plugin.recipe import Recipe, read_recipe
 from tvb_mergekit.plugin.stores import expand
+from tvb_mergekit.plugin.text import RecipeFile, parse, unknown_method
+from tvb_mergekit.tensors import ranks
 
-MOST = 1_000_000  # values in a recipe: a few lines of nested aliases may stand for billions
 
+def check_documents(file: RecipeFile, several: bool) -> None:
+    """Raise UserError if a document is not a valid recipe, before mergekit works on the first.
 
-@dataclass(frozen=True)
-class RecipeFile:
-    """The YAML documents of a recipe, parsed once.
-
-    Attributes:
-        given: The documents as YAML reads them. The last value of a repeated key counts.
-        repeated: The message about a key that stands twice in one mapping.
+    Args:
+        several: mergekit-multi, which names documents. The recipe of a single one is read later.
     """
-
-    path: str
-    text: str
-    given: Sequence[Any]
-    repeated: str | None
-
-    def documents(self) -> list[Any]:
-        """The documents.
-
-        Raises:
-            UserError: a mapping has a key twice.
-        """
-        if self.repeated is not None:
-            raise UserError(self.repeated)
-        return list(self.given)
-
-    def single(self) -> dict[str, Any]:
-        """The one document.
-
-        Raises:
-            UserError: several documents, or not a mapping.
-        """
-        documents = self.documents()
-        if len(documents) != 1 or not isinstance(documents[0], dict):
-            raise UserError(f"{self.path}: expected one recipe, a mapping with `merge_method`")
-        return documents[0]
-
-    def uses_our_methods(self) -> bool:
-        """Whether a document asks for one of our methods.
-
-        Raises:
-            UserError: mergekit does not know the method either.
-        """
-        if not any(isinstance(each, dict | list) for each in self.given):
-            raise UserError(f"{self.path}: no recipe, expected a mapping with `merge_method`")
-        theirs = {method.spec.name for method in merge_methods.registered_methods()}
-        parts = [d[0] if isinstance(d, list) and d else d for d in self.given]
-        methods = [part.get("merge_method") for part in parts if isinstance(part, dict)]
-        for method in methods:
-            if isinstance(method, str) and method not in theirs:
-                raise unknown_method(self.path, method, (*METHODS, *sorted(theirs - {*METHODS})))
-        return any(method in METHODS for method in methods)
-
-
-def unknown_method(path: str, method: object, known: Sequence[str]) -> UserError:
-    expected = f"expected one of {', '.join(known)}{hint(method, known)}"
-    return UserError(f"{path}: `merge_method` is {method!r:.80}: {expected}")
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that notes the first key that stands twice in one mapping."""
-
-    repeated: str | None = None
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _value in node.value:
-            if key.tag == "tag:yaml.org,2002:str":
-                if key.value in seen and not self.repeated:
-                    line = key.start_mark.line + 1
-                    self.repeated = f", line {line}: `{key.value}` stands here a second time"
-                seen.add(key.value)
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
-
-
-def parse(path: str) -> RecipeFile:
-    """Parse a recipe file. Raise UserError if its text is not YAML."""
-    try:
-        text = Path(path).read_bytes().decode("utf-8")
-        loader: Any = _Loader(text)
-        documents = []
-        while loader.check_data():
-            documents.append(loader.get_data())
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}: not a YAML recipe: {one_line(error)}") from error
-    if _count(documents, {}) > MOST:
-        raise UserError(f"{path}: its aliases (`*`) repeat each other to over {MOST:,} values")
-    return RecipeFile(path, text, documents, loader.repeated and f"{path}{loader.repeated}")
-
-
-def _count(value: Any, known: dict[int, float]) -> float:
-    """The number of values in a part of a recipe, with those that each alias repeats."""
-    if not isinstance(value, list | dict):
-        return 1
-    if id(value) not in known:
-        known[id(value)] = math.inf  # of a list that holds itself
-        parts = value.values() if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_count(part, known) for part in parts)
-    return known[id(value)]
+    ranks.one_only("mergekit-multi" if several else "mergekit-yaml")
+    documents, path = file.documents(), file.path
+    if len(documents) - documents.count(None) > 1 and not several:
+        raise UserError(f"{path}: several recipes, expected one; mergekit-multi runs several")
+    for document in documents:
+        if not isinstance(document, dict):
+            kind = type(document).__name__
+            raise UserError(f"{path}: a {kind}, expected a mapping with `merge_method`")
+        if document.get("merge_method") in METHODS:
+            plain = {key: value for key, value in document.items() if key != "name" or not several}
+            check_unknown_keys(plain)
+            config = MergeConfiguration.model_validate(plain)
+            if several:
+                document_of(config)
 
 
 def check_unknown_keys(

@@ -71,7 +71,6 @@ class BasisMethod(MergeMethod):
 
 def register(registry: ModuleType) -> None:
     """Add the methods to mergekit's registry (again after a reload)."""
-    known = {method.spec.name for method in registry.registered_methods()}
     for name in METHODS:
-        if name not in known:
+        if name not in registry._METHODS:
             registry.register(BasisMethod(name))

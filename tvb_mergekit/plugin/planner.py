@@ -18,6 +18,7 @@ from mergekit.architecture.json_definitions import _load_architecture_json
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader, MergeConfiguration, OutputSliceDefinition
 from mergekit.io.tasks import LoaderCache
+from mergekit.merge import _model_out_config
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 from pydantic import PrivateAttr
@@ -184,8 +185,6 @@ def planned_by_mergekit(
     Args:
         config: used up, since mergekit rewrites it.
     """
-    from mergekit.merge import _model_out_config  # not above: our hook on it needs this module
-
     LoaderCache().setup(options=options)
     try:
         architecture = get_architecture_info(config, options)

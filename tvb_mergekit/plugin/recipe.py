@@ -11,6 +11,7 @@ from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
+from mergekit.merge import _set_chat_template
 
 from tvb_mergekit.core.settings import (
     GLOBAL_KEYS,
@@ -102,8 +103,6 @@ def read_recipe(config: MergeConfiguration, listed: Listed | None = None) -> Rec
     Raises:
         UserError: a key, value, model or task name is wrong or missing.
     """
-    from mergekit.merge import _set_chat_template  # our hook on its module needs this one
-
     if config.chat_template not in (None, "auto"):  # mergekit checks it after hours
         _set_chat_template(SimpleNamespace(), config)
     if config.base_model is None:

@@ -1,9 +1,7 @@
 """A merge by our passes: early checks, a staged output folder, the weights, the report.
 
-`run_merge` and `callback` replace functions of mergekit: each gets the original, which recipes
-without our methods reach untouched. mergekit's own functions write configuration, tokenizer and
-model card. Several processes all plan the complete merge. Each reads and writes its share, and the
-leader writes the rest.
+mergekit's own functions write configuration, tokenizer and model card. Several processes all plan
+the complete merge. Each reads and writes its share, and the leader writes the rest.
 """
 
 from __future__ import annotations
@@ -18,22 +16,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import click
 import transformers
+from mergekit import merge as stock
 from mergekit.card import generate_card
 from mergekit.common import parse_kmb
-from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 from rich.console import Console
 
-from tvb_mergekit.core.settings import METHODS
-from tvb_mergekit.errors import UserError, check_names, one_line, refusing, unwinding
+from tvb_mergekit.errors import UserError, one_line, refusing, unwinding
 from tvb_mergekit.plugin import replaced
-from tvb_mergekit.plugin.document import Document, check_unknown_keys, document_of, parse
+from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.planner import input_folders, planned
 from tvb_mergekit.plugin.recipe import Recipe
-from tvb_mergekit.plugin.stores import refuse_stores
 from tvb_mergekit.progress import logging_above_bars
 from tvb_mergekit.store import report
 from tvb_mergekit.tables import show
@@ -61,68 +56,6 @@ WITHOUT_EFFECT = set(
 COMPANIONS = (
     "generation_config.json *processor_config.json *.py modules.json *sentence*.json [0-9]_[A-Z]*/"
 ).split()
-
-
-def run_merge(original: Callable[..., None]) -> Callable[..., None]:
-    """A `run_merge` of mergekit that merges our methods by `merge`."""
-
-    def replacement(
-        merge_config: MergeConfiguration,
-        out_path: str,
-        options: MergeOptions,
-        config_source: str | None = None,
-    ) -> None:
-        if merge_config.merge_method in METHODS:
-            with refusing(planning=True):
-                document = document_of(merge_config, config_source or merge_config.to_yaml())
-            merge(document, out_path, options)
-            return
-        with refusing():
-            refuse_stores(merge_config)
-        original(merge_config, out_path, options, config_source)
-
-    return replacement
-
-
-def callback(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A command of mergekit that checks a recipe's text before mergekit drops unknown keys."""
-
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        path = kwargs.get("config_file")
-        if not (path and os.path.isfile(path)):
-            return original(*args, **kwargs)
-        with refusing(planning=True):
-            recipe = parse(path)
-            if ours := recipe.uses_our_methods():
-                check_names(kwargs.get("out_path") or path)
-                ranks.one_only(str(click.get_current_context().command.name))
-                _check_documents(recipe.documents(), path, several="intermediate_dir" in kwargs)
-        if not ours:
-            return original(*args, **kwargs)
-        with refusing(out=str(kwargs.get("out_path"))), unwinding():
-            return original(*args, **kwargs)
-
-    return replacement
-
-
-def _check_documents(documents: list[Any], path: str, several: bool) -> None:
-    """Raise UserError if a document is not a valid recipe, before mergekit works on the first.
-
-    Args:
-        several: mergekit-multi, which names documents. The recipe of a single one is read later.
-    """
-    if len(documents) - documents.count(None) > 1 and not several:
-        raise UserError(f"{path}: several recipes, expected one; mergekit-multi runs several")
-    for document in documents:
-        if not isinstance(document, dict):
-            kind = type(document).__name__
-            raise UserError(f"{path}: a {kind}, expected a mapping with `merge_method`")
-        if document.get("merge_method") in METHODS:
-            plain = {key: value for key, value in document.items() if key != "name" or not several}
-            check_unknown_keys(plain)
-            config = MergeConfiguration.model_validate(plain)
-            if several:
-                document_of(config)
 
 
 def merge_recipe(document: Document, out: str, *, out_shard_size: str, **options: Any) -> None:
@@ -220,8 +153,6 @@ def write_tensors(plan: Plan, folder: Path) -> None:
 
 def _write_companions(plan: Plan, document: Document, folder: Path) -> None:
     """Configuration, model card and tokenizer, as mergekit's `run_merge` writes them."""
-    from mergekit import merge as stock  # above, it would call our hook, which needs this module
-
     config, options = document.config, plan.options
     tokenizer = plan.tokenizer and plan.tokenizer.tokenizer
     if tokenizer is not None:

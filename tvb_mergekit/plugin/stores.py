@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from mergekit.common import ModelPath, ModelReference
@@ -18,7 +17,8 @@ from mergekit.config import MergeConfiguration
 
 from tvb_mergekit import hub
 from tvb_mergekit.errors import UserError, hint
-from tvb_mergekit.store.store import Bases, is_store, load
+from tvb_mergekit.plugin.text import store_of
+from tvb_mergekit.store.store import Bases, load
 
 
 @dataclass
@@ -52,30 +52,6 @@ def expand(config: MergeConfiguration) -> tuple[MergeConfiguration, Listed | Non
                 "of one store, or models only"
             )
     return expanded, found
-
-
-def store_of(model: ModelReference) -> tuple[str, str] | None:
-    """The store that a model names, and the vector in it ("" for all); None for other models."""
-    path = Path(str(model))  # names of tasks may have `+`, `@` and `/`
-    if is_store(path):
-        return str(path), ""
-    for folder in path.parents:
-        named = (
-            folder != Path() and not (path / "config.json").is_file()
-        )  # not USER/NAME in a store
-        if named and is_store(folder):
-            return str(folder), os.path.relpath(path, folder)
-    return None
-
-
-def refuse_stores(config: MergeConfiguration) -> None:
-    """Raise UserError if a model is a store or a vector. Other methods would use it as a model."""
-    for model in config.referenced_models():
-        if store_of(model):
-            raise UserError(
-                f"model {model} is of a store, a difference from its base, and "
-                f"{config.merge_method} takes models: make them with `tvb export`"
-            )
 
 
 def _expand(part: Any, config: MergeConfiguration, listed: list[Listed]) -> Any:

@@ -20,9 +20,10 @@ import filelock
 from torch import Tensor
 
 from tvb_mergekit.errors import UserError, check_names
-from tvb_mergekit.store.facts import STORE, StoreFacts, write_facts
+from tvb_mergekit.store import STORE, is_store
+from tvb_mergekit.store.facts import StoreFacts, write_facts
 from tvb_mergekit.store.files import check_files, record_of, write_tensors
-from tvb_mergekit.store.store import Bases, is_store, load, read_store
+from tvb_mergekit.store.store import Bases, load, read_store
 from tvb_mergekit.tensors.output import check_new_folder
 
 LOG = logging.getLogger(__name__)

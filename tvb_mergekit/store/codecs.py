@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tvb_mergekit.core.basis import Step
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.store.facts import STORE, Codec, Vector
+from tvb_mergekit.store import STORE
+from tvb_mergekit.store.facts import Codec, Vector
 from tvb_mergekit.store.files import write_tensors
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter

@@ -18,11 +18,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from tvb_mergekit.atomic import write_file
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.store import STORE
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-STORE = "store.json"
 FOLDER = "basis"  # in a merged model: beside its weights, some programs would load the numbers
 FACTS, TENSORS = "basis.json", "basis.safetensors"
 MERGE_VERSION, STORE_VERSION = 1, 3

@@ -17,11 +17,11 @@ from torch import Tensor
 from tvb_mergekit.core.gram import Factors, GramSums
 from tvb_mergekit.core.settings import GLOBAL_KEYS, MERGING_KEYS, Settings, resolve_settings
 from tvb_mergekit.errors import UserError, hint
+from tvb_mergekit.store import STORE, is_store
 from tvb_mergekit.store.codecs import open_vector
 from tvb_mergekit.store.facts import (
     FACTS,
     FOLDER,
-    STORE,
     DtypeName,
     StoreFacts,
     read_facts,
@@ -278,11 +278,6 @@ def load_numbers(path: str | os.PathLike[str]) -> Bases:
     if missing := {"encoder", "decoder"} - tensors.keys():
         raise UserError(f"{folder / facts.numbers.file}: no `{min(missing)}`; build it again")
     return Bases(facts, tensors, [], folder)
-
-
-def is_store(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder is a store, which may be damaged. Others have a `store.json` too."""
-    return Path(path, STORE).is_file() and Path(path, "vectors").is_dir()
 
 
 def read_store(folder: Path) -> StoreFacts:
