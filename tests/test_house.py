@@ -10,6 +10,7 @@ import click
 from mutate import MUTATIONS
 from test_cli import every_command
 
+import tvb_mergekit
 from tvb_mergekit.core.settings import ALL_KEYS, BASES, METHODS
 
 if sys.version_info >= (3, 11):
@@ -73,6 +74,14 @@ def test_no_two_public_types_share_a_name() -> None:
         )
     )
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_the_library_lists_and_explains_its_names() -> None:
+    """`dir` and `help` do not depend on what has been used."""
+    public = [name for name in dir(tvb_mergekit) if not name.startswith("__")]
+    said = re.findall(r"^    (\w+) {2,}\w", tvb_mergekit.__doc__ or "", re.M)
+    assert public == sorted(said) == sorted(tvb_mergekit.__all__)
+    assert all(getattr(tvb_mergekit, name).__doc__ for name in public)
 
 
 # The manual: its links lead somewhere, its commands exist, and it names every key of a recipe

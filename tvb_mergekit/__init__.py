@@ -1,5 +1,15 @@
-"""Task Vector Bases for mergekit, and as a library: `build`, `load`, `add`, `remove`, `undo`,
-`reconstruct`, `merge`, `attach`.
+"""Task Vector Bases for mergekit, and as a library.
+
+    build         keep the task vectors of models, or compress them into bases, as a store
+    load          open a store
+    add           add the task of a model to a store
+    remove        remove a task from a store that keeps all tasks
+    undo          undo the last `add` or `remove`
+    merge         merge the tasks of a store into a state dict
+    reconstruct   the weights of one task, as a state dict
+    attach        give a live PyTorch model the tasks of a store: `use`, `reset`, `route`
+    Bases         an open store
+    UserError     a mistake that a message of one line explains
 
 Importing the package is cheap; the library behind these names is imported when one is used.
 """
@@ -36,3 +46,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"tvb_mergekit.{_HOME.get(name, 'store.api')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

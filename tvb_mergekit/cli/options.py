@@ -77,9 +77,11 @@ PLACE, RECIPE, RECIPE_OR_STORE = Place(), Place(exists=True, dir_okay=False), Pl
 Range = click.FloatRange
 POSITIVE, SHARE = Range(0, min_open=True), Range(0, 1, min_open=True)
 COUNT, SEED = click.IntRange(1), click.IntRange(0, 2**32 - 1)
-DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 flag = functools.partial(click.option, is_flag=True)
 repeatable = functools.partial(click.option, multiple=True)
+dtype = functools.partial(
+    click.option, "--dtype", type=click.Choice(["float32", "bfloat16", "float16"])
+)
 place = functools.partial(click.option, type=PLACE, metavar="PATH")
 folder = functools.partial(place, metavar="DIR")
 OPTIONS = {
@@ -195,7 +197,7 @@ def read_recipe(recipe: str) -> Document:
     return read_document(recipe)
 
 
-def base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | None]:
+def open_base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | None]:
     """The base of a store: its name, its weights and its folder."""
     import_mergekit()
     from tvb_mergekit.plugin.inputs import open_base
@@ -216,10 +218,10 @@ def document_of(recipe: str, method: str | None, base: str | None) -> Document:
     from tvb_mergekit.store.store import load
 
     bases = load(recipe)
-    known = templates(bases.facts, os.path.abspath(recipe), base_of(bases, base)[0])
+    known = templates(bases.facts, os.path.abspath(recipe), open_base_of(bases, base)[0])
     if method not in known:
         near = hint(method, known) if method else ""
         raise UserError(f"{recipe} is a store: --method is one of {', '.join(known)}{near}")
-    from tvb_mergekit.plugin.document import from_mapping  # `base_of` has checked mergekit
+    from tvb_mergekit.plugin.document import from_mapping  # `open_base_of` has checked mergekit
 
     return from_mapping(with_paths(known[method]))

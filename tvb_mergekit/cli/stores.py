@@ -12,7 +12,7 @@ import click
 from click import argument, option
 
 from tvb_mergekit.cli import options as cli
-from tvb_mergekit.cli.options import DTYPES, MODELS, PLACE, command, flag
+from tvb_mergekit.cli.options import MODELS, PLACE, command, flag
 from tvb_mergekit.errors import UserError, counted, listed, megabytes
 from tvb_mergekit.tensors import ranks
 
@@ -27,7 +27,7 @@ WAYS = ("add", "ties", "iso", "tsvm", "wudi")  # the names of `store.recipes`, w
 @command("device", *MODELS, "quiet", writes="store", several=True)
 @argument("recipe", type=cli.RECIPE)
 @argument("store", type=PLACE)
-@option("--dtype", type=DTYPES, help="Plain numbers of this dtype; bases: as wide as the models.")
+@cli.dtype(help="Plain numbers of this dtype; bases: as wide as the models.")
 @flag("--lossless", help="Keep all models to the bit, as differences from the base.")
 @option("--keep", type=float, metavar="SHARE", help="A random share of all entries: 0.05, 0.02.")
 def build(recipe: str, store: str, dtype: str | None, **values: Any) -> None:
@@ -130,7 +130,7 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
 @option("--weight", type=float, default=1.0, help="Weight of its task vector.")
 @option("--budget", type=int, metavar="M", help="Maximum number of vectors in STORE.")
 @cli.choice("--compress", "ae balanced", help="Make room as the paper, or keep the sum of tasks.")
-@option("--dtype", type=DTYPES, help="Plain numbers of this dtype, for a new STORE or new bases.")
+@cli.dtype(help="Plain numbers of this dtype, for a new STORE or new bases.")
 @flag("--force", help="Also add a model unlike the others, or give up the exact sum.")
 def add(store: str, model: str, task: str, base: str | None, **values: Any) -> None:
     """Add the task of a fine-tuned MODEL to STORE.
@@ -156,7 +156,7 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
     def inputs_for(bases: Bases | None) -> TaskSet:
         name, names, parameters = base, list[str](), {"basis": "none"}
         if bases is not None:
-            name, names = cli.base_of(bases, base)[0], bases.facts.tensors
+            name, names = cli.open_base_of(bases, base)[0], bases.facts.tensors
             parameters |= {"exclude": bases.settings.exclude} if bases.settings.exclude else {}
         elif name is None:
             raise UserError(f"{store}: no such store; a new one needs --base BASE")
@@ -236,7 +236,7 @@ def _tell(bases: Bases) -> None:
 @option("--copy-tokenizer/--no-copy-tokenizer", default=True, help="Copy the base's into OUT.")
 @option("--write-model-card/--no-write-model-card", default=True, help="Write OUT/README.md.")
 @flag("--lora", help="Merge adapters to an adapter, not a model.")
-@option("--dtype", type=DTYPES, help="--lora: dtype of the factors, by default float32.")
+@cli.dtype(help="--lora: dtype of the factors, by default float32.")
 def merge(
     recipe: str, out: str, method: str | None, base: str | None, lora: bool, **values: Any
 ) -> None:
@@ -280,7 +280,7 @@ def merge(
 @argument("out", type=PLACE)
 @option("--task", help="This task's model: theta_0 + its task vector.", **cli.of_store())
 @flag("--all", "every", help="All tasks' models, each in a folder of OUT.")
-@option("--dtype", type=DTYPES, help="Dtype: by default the base's.")
+@cli.dtype(help="Dtype: by default the base's.")
 def export(store: str, out: str, base: str | None, task: str | None, **values: Any) -> None:
     """Write the models of tasks from STORE into OUT.
 
@@ -298,7 +298,7 @@ def export(store: str, out: str, base: str | None, task: str | None, **values: A
     if (task is None) != every:
         raise UserError("give one of --task NAME and --all")
     engine, bases, more = cli.engine_of(values), load(store), logging.warning
-    tasks, (_, weights, folder) = [task] if task else bases.tasks, cli.base_of(bases, base)
+    tasks, (_, weights, folder) = [task] if task else bases.tasks, cli.open_base_of(bases, base)
     how = {"every": every, "dtype": cli.dtype_of(values["dtype"]), "warn": more}
     write(bases, weights, folder, tasks, out, engine, **how)
     click.echo(f"Written to {out}")

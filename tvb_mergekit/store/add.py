@@ -34,7 +34,7 @@ from tvb_mergekit.store.change import Change, changing
 from tvb_mergekit.store.facts import StoreFacts, Vector
 from tvb_mergekit.store.recipes import times
 from tvb_mergekit.store.report import errors_of, losses_of, versions
-from tvb_mergekit.store.store import DTYPES, Bases, dtype_name, load, load_numbers
+from tvb_mergekit.store.store import DENSE, Bases, dtype_name, load, load_numbers
 from tvb_mergekit.tensors.merging import sums_of
 from tvb_mergekit.tensors.stream import Engine, Item, Part
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -166,7 +166,7 @@ def _next(
         tensors = {"encoder": encoder, "decoder": decoder, "gram": sums.gram.clone()}
         if shares and "gram" in bases.tensors:  # that of the models is known
             tensors["gram"][:count, :count] = bases.tensors["gram"]
-        own = DTYPES[dense[0]] if len(dense) == count else dtype
+        own = DENSE[dense[0]] if len(dense) == count else dtype
         keep = shares[0] if shares and not inputs.adapters else 0.0
         vectors = [*facts.vectors, planned_task(inputs, 0, own, keep)]
         made |= {"errors": {**facts.errors, task: 0.0}, "basis_weights": [1.0] * (count + 1)}

@@ -29,7 +29,7 @@ from tvb_mergekit.store.export import write_original
 from tvb_mergekit.store.facts import STORE_VERSION, Compression, Facts, StoreFacts, Vector
 from tvb_mergekit.store.files import record_of
 from tvb_mergekit.store.report import errors_of, facts, losses_of, tensors_of
-from tvb_mergekit.store.store import DTYPES, AsModel, Bases, dtype_name
+from tvb_mergekit.store.store import DENSE, AsModel, Bases, dtype_name
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.coding import MANTISSA
@@ -115,7 +115,7 @@ def states_of(
     inputs: TaskSet, vectors: Sequence[Vector], matrix: Tensor, engine: Engine
 ) -> list[Weights]:
     """The vectors, the combinations `matrix` [T, K] of the inputs, as state dicts."""
-    items = [replace(item, out=DTYPES[vectors[0].dtype]) for item in inputs.items]
+    items = [replace(item, out=DENSE[vectors[0].dtype]) for item in inputs.items]
     sink, step = MemorySink(items, matrix.shape[1]), Step.of(matrix)
     combine_pass(items, dict.fromkeys((i.name for i in items), step), sink, engine, title="Bases")
     return [StateDict(state) for state in sink.states]
@@ -218,7 +218,7 @@ def written(
         Their records, and the squared norm of the error of each code.
     """
     names, made, squares = slugs([v.name for v in vectors]), list(vectors), [0.0] * len(vectors)
-    dense = [DTYPES[vector.dtype] for vector in vectors if vector.codec == "dense"]
+    dense = [DENSE[vector.dtype] for vector in vectors if vector.codec == "dense"]
     items = [replace(item, out=dense[0] if dense else torch.float32) for item in inputs.items]
 
     def begin() -> tuple[Path, list[str]]:
@@ -253,7 +253,7 @@ def lost(vector: Vector, square: float, norm: float) -> float:
         norm: of the task vector.
     """
     if vector.codec == "dense" and vector.dtype != "float32":
-        return torch.finfo(DTYPES[vector.dtype]).eps / 2
+        return torch.finfo(DENSE[vector.dtype]).eps / 2
     return math.sqrt(square) / norm
 
 

@@ -31,7 +31,7 @@ from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.stream import Weights
 from tvb_mergekit.tensors.ties import SAME, lend, tie
 
-DTYPES: dict[DtypeName, torch.dtype] = {
+DENSE: dict[DtypeName, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -40,10 +40,10 @@ DTYPES: dict[DtypeName, torch.dtype] = {
 
 def dtype_name(dtype: torch.dtype) -> DtypeName:
     """The name of a store's dtype. Raise UserError if stores have no such dtype."""
-    for name, known in DTYPES.items():
+    for name, known in DENSE.items():
         if known == dtype:
             return name
-    raise UserError(f"`dtype` is {dtype!r}: expected one of torch.{', torch.'.join(DTYPES)}")
+    raise UserError(f"`dtype` is {dtype!r}: expected one of torch.{', torch.'.join(DENSE)}")
 
 
 @dataclass(frozen=True, repr=False)
