@@ -44,7 +44,6 @@ merge:_model_out_config
 merge:_update_config_vocab
 merge:_set_chat_template
 merge:_copy_tokenizer
-plan:ConfigReader.parameter_sources
 plan:MergePlanner._plan
 plan:MergePlanner.plan_tensor
 plan:MergePlanner.plan_layer

@@ -18,7 +18,6 @@ from mergekit.merge_methods.base import (
 from tvb_mergekit.core.settings import (
     GLOBAL_KEYS,
     METHODS,
-    MODEL_KEYS,
     VARYING_KEYS,
     check_value,
 )
@@ -39,10 +38,11 @@ class BasisMethod(MergeMethod):
 
     def __init__(self, name: str) -> None:
         # A global key that is not given has no value: `resolve_settings` applies its default.
+        # `plugin.recipe` reads the keys of models: mergekit would compare every two models for
+        # each tensor.
         rows = [(key, ParameterScope.SHARED, None) for key in GLOBAL_KEYS.values()]
         rows += [(k, ParameterScope.SHARED, k.default_for(name)) for k in VARYING_KEYS.values()]
         rows = [row for row in rows if name in row[0].methods]
-        rows += [(key, ParameterScope.NON_BASE, key.default) for key in MODEL_KEYS.values()]
         self.spec = MergeMethodSpec(
             name=name,
             parameters=tuple(

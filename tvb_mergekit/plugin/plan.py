@@ -20,7 +20,7 @@ from tvb_mergekit.core.settings import VARYING_KEYS
 from tvb_mergekit.errors import UserError, listed, refusing
 from tvb_mergekit.names import OF_FUNCTION
 from tvb_mergekit.plugin.recipe import Recipe
-from tvb_mergekit.plugin.sources import Candidate, Changed, Loaders, Source
+from tvb_mergekit.plugin.sources import Candidate, Source
 from tvb_mergekit.progress import bars
 from tvb_mergekit.store import report
 from tvb_mergekit.store.facts import Facts
@@ -31,7 +31,6 @@ from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, device_of
 from tvb_mergekit.tensors.taskset import UNCHANGED, TaskSet, check_most, why_left_out
 
 LOG = logging.getLogger(__name__)
-Load = Callable[[], Sequence[Tensor]]  # the base's tensor, then those of the models
 
 
 @dataclass
@@ -109,7 +108,7 @@ class MergedTensors:
             LOG.warning("tensor `%s` is not in %s: it stays the base's", name, why[11:])
 
     def _item(self, given: Candidate) -> Item:
-        recipe, name, whole = self.recipe, given.weight.name, given.whole
+        recipe, name, whole = self.recipe, given.weight.name, given.load
         base, *models = (given.parts[model] for model in recipe.every)
         assert base is not None
         absent = None
@@ -120,14 +119,14 @@ class MergedTensors:
         reason = rule(base, models)
         if reason == UNCHANGED and base.name in self.zeros:
             reason = None
-        if recipe.bases is not None and reason is None and isinstance(whole, Changed):
+        if recipe.bases is not None and reason is None and given.changes:
             raise UserError(
                 f"tensor `{name}`: the recipe's tokenizer changes it, and {recipe.bases.place} has "
                 "the base's own vocabulary: use `tokenizer_source: base` as it is, or `exclude`"
             )
-        load: Load | None = None
+        load: Callable[[], Sequence[Tensor]] | None = None
         if whole is not None and not (reason and base.shape):
-            load = functools.partial(whole.load, reason is not None)
+            load = functools.partial(whole, reason is not None)
             parts = [base] if reason else [base, *(part for part in models if part)]
             found = zip(parts, load(), strict=True)
             base, *rest = (replace(p, dtype=t.dtype, shape=tuple(t.shape)) for p, t in found)
@@ -146,12 +145,12 @@ class MergedTensors:
         if reason is None:
             counted, tunables = self._count_once(item), self._tunables(given)
             item = replace(item, counted_as=counted, tunables=tunables)
-            if counted == name and isinstance(whole, Changed):
+            if counted == name and given.changes:
                 self.changed.add(name)
         return item
 
     def _dtype(self, given: Candidate, base: Part, inputs: Sequence[Part]) -> torch.dtype:
-        if isinstance(given.whole, Changed):  # all are loaded in one dtype, a store's too
+        if given.changes:  # all are loaded in one dtype, a store's too
             base = given.parts[self.recipe.base] or base
         forced, dtypes = given.weight.force_dtype, (self.out_dtype, self.saved_dtype)
         wanted, saved = (dtype_from_name(forced or dtype) for dtype in dtypes)
@@ -212,7 +211,6 @@ class Plan:
     recipe: Recipe
     options: MergeOptions
     engine: Engine
-    loaders: Loaders
     tensors: MergedTensors
     tokenizer: Any = None
     architecture: Any = None

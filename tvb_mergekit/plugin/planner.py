@@ -16,25 +16,22 @@ from typing import Any
 from mergekit.architecture import WeightInfo, get_architecture_info
 from mergekit.architecture.json_definitions import _load_architecture_json
 from mergekit.common import ModelReference
-from mergekit.config import ConfigReader, MergeConfiguration, OutputSliceDefinition
+from mergekit.config import ConfigReader, MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.merge import _model_out_config
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
-from pydantic import PrivateAttr
 
 from tvb_mergekit.errors import UserError, listed, one_line, refusing
 from tvb_mergekit.hub import may_be_on_the_hub
 from tvb_mergekit.names import LAYER, tied_uses
-from tvb_mergekit.plugin import replaced
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import MergedTensors, Plan, compare_configs, engine_of
 from tvb_mergekit.plugin.recipe import Recipe, identity_of
 from tvb_mergekit.plugin.sources import (
-    Loaders,
     candidate,
     fresh_loaders,
-    install_loader,
+    give_loaders,
     stored_names,
 )
 from tvb_mergekit.progress import phase
@@ -77,13 +74,12 @@ def plan_only(document: Document, options: MergeOptions, zeros: Collection[str] 
 @refusing(planning=True)
 def _plan(document: Document, options: MergeOptions, zeros: Collection[str]) -> Plan:
     engine, world = engine_of(options), ranks.world()
-    loaders, planner = world.first(lambda: _opened(document, options))
-    recipe = document.recipe.over(loaders[document.recipe.base].checkpoint)
+    held, planner = world.first(lambda: _opened(document, options))
+    recipe = document.recipe.over(held[document.recipe.base])
     task = planner._tokenizer_task
     # mergekit orders new tokens by a set, whose order differs between processes.
     tokenizer = None if task is None else world.led(lambda: _tokenizer(task, recipe))
-    held = {model: loader.checkpoint for model, loader in loaders.items()}
-    configs = [model.config(trust_remote_code=options.trust_remote_code) for model in loaders]
+    configs = [model.config(trust_remote_code=options.trust_remote_code) for model in held]
     compare_configs(
         recipe, [(getattr(config, "text_config", None) or config).to_dict() for config in configs]
     )
@@ -98,7 +94,7 @@ def _plan(document: Document, options: MergeOptions, zeros: Collection[str]) -> 
         names = [item.name for item in tensors.items if item.tunables is not None]
         check_words([*held.values()], recipe.tasks, names)
     own = planner.arch_info, planner.out_model_config
-    return Plan(recipe, options, engine, loaders, tensors, tokenizer, *own)
+    return Plan(recipe, options, engine, tensors, tokenizer, *own)
 
 
 def _tokenizer(task: Any, recipe: Recipe) -> Any:
@@ -118,14 +114,14 @@ def _tokenizer(task: Any, recipe: Recipe) -> Any:
 
 
 @phase("Planning")
-def _opened(document: Document, options: MergeOptions) -> tuple[Loaders, _Planner]:
+def _opened(
+    document: Document, options: MergeOptions
+) -> tuple[dict[ModelReference, Weights], _Planner]:
     """The open models, and mergekit's plan; local files are checked before any download."""
-    recipe = document.recipe
-    opened = {
-        model: check_model(model, recipe.base, options, weights)
-        for model in recipe.every
-        for weights in [recipe.bases is None and not _adapts(model, recipe.base)]
-    }
+    recipe, opened = document.recipe, dict[ModelReference, Checkpoint | None]()
+    for model in recipe.every:
+        has_weights = recipe.bases is None and not _adapts(model, recipe.base)
+        opened[model] = check_model(model, options, has_weights)
     check_tokenizer_source(document.config)
     base = opened[recipe.base] or _local(recipe.base, options)
     held: dict[ModelReference, Weights] = {recipe.base: base}
@@ -139,11 +135,11 @@ def _opened(document: Document, options: MergeOptions) -> tuple[Loaders, _Planne
         elif recipe.bases is None:
             held[model] = opened[model] or _local(model, options)
     tie([*held.values()])
-    for model, weights in held.items():  # which mergekit looks at
-        install_loader(model, weights)
+    give_loaders(held)  # mergekit's planner looks at the names of tensors
     planner = planned_by_mergekit(document.config, base, options)
     tie([*held.values()], [weight.name for weight, _ in planner._tensors if not weight.optional])
-    return {model: install_loader(model, weights) for model, weights in held.items()}, planner
+    give_loaders(held)
+    return held, planner
 
 
 def _local(model: ModelReference, options: MergeOptions) -> Checkpoint:
@@ -204,9 +200,8 @@ def planned_by_mergekit(
     uncached = MergePlanner._model_arch.__wrapped__
     planner._model_arch = functools.cache(functools.partial(uncached, planner))
     planner.find_unknown(base, bool(sliced))
-    with replaced("plan:ConfigReader", lambda _original: _Reader):
-        planner._plan()  # its plan_in_memory fails for all methods of mergekit's own
-        planner.plan_others()
+    planner._plan()  # its plan_in_memory fails for all methods of mergekit's own
+    planner.plan_others()
     return planner
 
 
@@ -291,38 +286,16 @@ class _Planner(MergePlanner):
     def plan_others(self) -> None:
         """Plan the tensors outside the layers of modules by their names in the base."""
         module = next(iter(self.config.modules.values()))
-        reader = _Reader(config=self.config, t=0, module=module).for_out_slice(module.slices[0])
-        models = [source.model for source in module.slices[0].sources]
+        whole = module.slices[0]
+        reader = ConfigReader(config=self.config, t=0, module=module).for_out_slice(whole)
+        models = [source.model for source in whole.sources]
         over_tokens = tied_uses(self.others)
         for name, t in self.others.items():
             weight = WeightInfo(name=name, vocabulary_axis=0 if name in over_tokens else None)
             self.plan_tensor(weight, [weight] * len(models), models, reader.with_t(t))
 
 
-class _Reader(ConfigReader):
-    """mergekit's reader with the same settings in the same order, except that it finds a model by
-    its hash: mergekit's own compares each model with each, for every tensor."""
-
-    _of: dict[ModelReference, list[Any]] = PrivateAttr(default_factory=dict)
-    _slice: OutputSliceDefinition | None = PrivateAttr(default=None)
-
-    def parameter_sources(self, model: ModelReference | None = None) -> Iterator[Any]:
-        if self.slice_out is not None:
-            if self._slice is not self.slice_out:
-                self._slice, self._of = self.slice_out, {}
-                for source in self.slice_out.sources:
-                    self._of.setdefault(source.model, []).append(source.parameters)
-            if model is not None:
-                yield from self._of.get(model, ())
-            yield self.slice_out.parameters
-        if self.module is not None:
-            yield self.module.parameters
-        yield self.config.parameters
-
-
-def check_model(
-    model: ModelReference, base: ModelReference, options: MergeOptions, weights: bool = True
-) -> Checkpoint | None:
+def check_model(model: ModelReference, options: MergeOptions, weights: bool) -> Checkpoint | None:
     """Check the files of a model on this disk; look a name up on the Hub.
 
     Args:

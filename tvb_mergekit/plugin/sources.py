@@ -45,13 +45,16 @@ class Candidate:
     Attributes:
         values: The values of the recipe's keys for this tensor.
         parts: Its part of each model, the base first; None: the model lacks it.
-        whole: Loads the tensor if mergekit changes it or makes it of others.
+        load: Loads the whole tensor of the base and, unless that is wanted alone (True), of the
+            models, in any thread: if mergekit makes the tensor of others, or changes its rows.
+        changes: mergekit changes the rows of a vocabulary.
     """
 
     weight: WeightInfo
     values: Mapping[str, Any]
     parts: Mapping[ModelReference, Part | None]
-    whole: Changed | Made | None = None
+    load: Callable[[bool], list[Tensor]] | None = None
+    changes: bool = False
 
 
 def candidate(
@@ -97,16 +100,15 @@ def candidate(
             parts[model] = Part(torch.float32, _unread) if able else None
             converted |= able
         loads.append(load)
-    whole: Changed | Made | None = None
-    if isinstance(inputs, PermutedVocabulary | TruncatedVocabulary) and not _is_as_stored(
-        inputs, tokenizer, parts
-    ):
+    values = dict(task.parameters.items())
+    vocabulary = isinstance(inputs, PermutedVocabulary | TruncatedVocabulary)
+    if vocabulary and not _is_as_stored(inputs, tokenizer, parts):
         # mergekit changes weights, not differences.
         parts = {m: part and replace(part, shape=None, holds="weight") for m, part in parts.items()}
-        whole = Changed(weight.name, _stored_dtypes(inputs), checkpoints, tokenizer, options)
-    elif converted:
-        whole = Made(loads, options)
-    return Candidate(weight, dict(task.parameters.items()), parts, whole)
+        given = weight.name, _stored_dtypes(inputs), checkpoints, tokenizer, options
+        return Candidate(weight, values, parts, partial(_changed, *given), changes=True)
+    load_whole = partial(_made, loads, options) if converted else None
+    return Candidate(weight, values, parts, load_whole)
 
 
 def stored_names(weights: Source, kind: str | None, planned: Iterable[WeightInfo]) -> set[str]:
@@ -192,55 +194,41 @@ def _unread(start: int, stop: int, buffer: Tensor) -> Tensor:
     raise AssertionError("a tensor that is made of others is loaded whole")
 
 
-@dataclass(frozen=True)
-class Made:
-    """A tensor that mergekit makes of other tensors when it loads one of the models."""
-
-    loads: Sequence[Callable[[], Tensor]]
-    options: MergeOptions
-
-    def load(self, base_alone: bool) -> Sequence[Tensor]:
-        """The base's tensor and, unless it is wanted alone, the models'; in any thread."""
-        LoaderCache().setup(options=self.options)  # mergekit has one for each thread
-        return [load() for load in (self.loads[:1] if base_alone else self.loads)]
+def _made(
+    loads: Sequence[Callable[[], Tensor]], options: MergeOptions, base_alone: bool
+) -> list[Tensor]:
+    """A tensor that mergekit makes of others; see `Candidate.load`."""
+    LoaderCache().setup(options=options)  # mergekit has one for each thread
+    return [load() for load in (loads[:1] if base_alone else loads)]
 
 
-@dataclass(frozen=True)
-class Changed:
-    """A vocabulary tensor that mergekit's own tasks change before merging; the base first."""
-
-    name: str
-    inputs: Any
-    checkpoints: Mapping[ModelReference, Source]
-    tokenizer: Any
-    options: MergeOptions
-
-    def load(self, base_alone: bool) -> Sequence[Tensor]:
-        """The changed tensors, as `Made.load` gives them."""
-        LoaderCache().setup(options=self.options)  # mergekit has one for each thread
-        # The plan's loaders are closed if nothing is merged. Those of mergekit read no store.
-        lacking = {m: c for m, c in self.checkpoints.items() if m not in LoaderCache.loaders}
-        LoaderCache.loaders |= {model: MappedLoader(each) for model, each in lacking.items()}
-        universe = TaskUniverse()
-        wanted = universe.add_task(self.inputs)
-        known = {}
-        if isinstance(self.inputs, PermutedVocabulary):
-            if not base_alone:  # else rows for new tokens may be made up
-                self._check_tokens()
-            known[universe.add_task(self.inputs.tokenizer_task)] = self.tokenizer
-        ((_, tensors),) = Executor([wanted], cached_values=known).run(quiet=True)
-        return [tensors[m] for m in [*self.checkpoints][: 1 if base_alone else None]]
-
-    def _check_tokens(self) -> None:
-        rows = self.tokenizer.permutations[next(iter(self.checkpoints))]
-        vocabulary = self.tokenizer.tokenizer.get_vocab()
+def _changed(
+    name: str,
+    inputs: Any,
+    checkpoints: Mapping[ModelReference, Source],
+    tokenizer: Any,
+    options: MergeOptions,
+    base_alone: bool,
+) -> list[Tensor]:
+    """A vocabulary tensor that mergekit's own tasks change; see `Candidate.load`."""
+    LoaderCache().setup(options=options)  # mergekit has one for each thread
+    # The plan's loaders are closed if nothing is merged. Those of mergekit read no store.
+    give_loaders({m: c for m, c in checkpoints.items() if m not in LoaderCache.loaders})
+    universe = TaskUniverse()
+    wanted, known = universe.add_task(inputs), {}
+    if isinstance(inputs, PermutedVocabulary):
+        rows = tokenizer.permutations[next(iter(checkpoints))]
+        vocabulary = tokenizer.tokenizer.get_vocab()
         added = [token for token, new in vocabulary.items() if rows.get(new, -1) < 0]
-        if added:
+        if added and not base_alone:  # rows of a tensor that is left to the base may be made up
             raise UserError(
-                f"tensor `{self.name}`: the recipe's tokenizer has {len(added):,} tokens that the "
+                f"tensor `{name}`: the recipe's tokenizer has {len(added):,} tokens that the "
                 f"base lacks (such as {added[0]!r}), so their rows have no task vector; use "
                 "`tokenizer_source: base`, or leave the tensor to the base with `exclude`"
             )
+        known[universe.add_task(inputs.tokenizer_task)] = tokenizer
+    ((_, tensors),) = Executor([wanted], cached_values=known).run(quiet=True)
+    return [tensors[m] for m in [*checkpoints][: 1 if base_alone else None]]
 
 
 def _stored_dtypes(inputs: Any) -> Any:
@@ -277,13 +265,9 @@ class MappedLoader(LazyTensorLoader):
         return None
 
 
-Loaders = Mapping[ModelReference, MappedLoader]  # the base's first
-
-
-def install_loader(model: ModelReference, opened: Source) -> MappedLoader:
-    """A loader that mergekit finds in place of its own, which would fuse an adapter."""
-    LoaderCache.loaders[model] = loader = MappedLoader(opened)
-    return loader
+def give_loaders(held: Mapping[ModelReference, Source]) -> None:
+    """Let mergekit find our loaders in place of its own, which would fuse adapters."""
+    LoaderCache.loaders |= {model: MappedLoader(weights) for model, weights in held.items()}
 
 
 @contextmanager
