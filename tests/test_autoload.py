@@ -5,6 +5,7 @@ which is imported in no time, tests the hook in odd situations. Other versions o
 patched names.
 """
 
+import importlib
 import inspect
 import os
 import re
@@ -282,7 +283,7 @@ def test_a_missing_name_is_named(place, fresh, monkeypatch, capsys):
         owner, attribute = names.owner_of(place)
         monkeypatch.delattr(owner, attribute, raising=False)
         monkeypatch.delitem(owner.__annotations__, attribute, raising=False)
-    fresh.after(sys.modules["mergekit.merge"])
+    fresh.after(importlib.import_module("mergekit.merge"))
     assert place == "merge:run_merge" or not fresh.stopped
     if place == "merge_methods.registry:_METHODS":  # of mergekit's own `get`
         assert not names.ready()
@@ -307,7 +308,7 @@ def test_the_range_of_versions(version, known, fresh, monkeypatch, capsys):
     assert list(names.WRAPPED) == list(hook.MODULES)
     monkeypatch.setattr(names, "version", lambda _name: version)
     for module in names.WRAPPED:
-        fresh.after(sys.modules[module])
+        fresh.after(importlib.import_module(module))
     assert names.ready() == known and fresh.stopped != known
     told = capsys.readouterr().err
     assert (told == "") == known and told.count("\n") == (not known)

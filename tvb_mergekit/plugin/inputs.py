@@ -35,8 +35,7 @@ def read_inputs(document: Document, options: Options, names: Sequence[str] = ())
     Args:
         names: tensors that take part as zeros although no adapter changes them.
 
-    Raises:
-        UserError: a model is missing, damaged, quantized or does not fit the base.
+    Raise UserError if a model is missing, damaged, quantized or does not fit the base.
     """
     recipe = document.recipe
     if recipe.store is not None:
@@ -64,11 +63,7 @@ def inputs_of_merge(document: Document, options: Options) -> TaskSet:
 
 
 def open_base(text: str) -> tuple[Checkpoint, Path | None]:
-    """A base model by its path or Hub name, and its folder (None for a weight file).
-
-    Raises:
-        UserError: it is not there.
-    """
+    """A base model by its path or Hub name, and its folder (None for a weight file)."""
     if not os.path.exists(found := hub.local(text)):
         raise UserError(f"base {text}: no such folder (from {os.getcwd()}); name it with --base")
     return Checkpoint.open(found), Path(found) if os.path.isdir(found) else None
@@ -92,11 +87,7 @@ def check_for_store(document: Document, what: str = "a store") -> None:
 
 
 def tasks_for_store(document: Document, plan: Plan) -> TaskSet:
-    """The task vectors of a plan under the base's names of the tensors, for a store.
-
-    Raises:
-        UserError: a tensor is not one of the base's.
-    """
+    """The task vectors of a plan under the base's names of tensors. UserError for other tensors."""
     items = []
     owners: dict[str, str] = {}
     for item in plan.tasks.items:

@@ -26,8 +26,7 @@ def merge_to_adapter(
 ) -> None:
     """Merge the adapters of a recipe into an adapter in the folder `out`.
 
-    Raises:
-        UserError: The merge has no exact factors, and as `planned`.
+    Raise UserError if the merge has no exact factors, and as `planned`.
     """
     check_new_folder(out, input_folders(document.recipe))
     check_for_store(document, "an adapter")

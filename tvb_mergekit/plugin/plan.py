@@ -28,7 +28,7 @@ from tvb_mergekit.tensors import merging, ranks
 from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint
 from tvb_mergekit.tensors.merging import check_matrices
 from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, device_of
-from tvb_mergekit.tensors.taskset import UNCHANGED, TaskSet, check_most, why_left_out
+from tvb_mergekit.tensors.taskset import EXCLUDED, UNCHANGED, TaskSet, check_most, why_left_out
 
 LOG = logging.getLogger(__name__)
 
@@ -68,8 +68,7 @@ class MergedTensors:
         Args:
             extra: Other tensors that the base lacks -> a model that has them.
 
-        Raises:
-            UserError: Shapes differ, or models lack most of the base.
+        Raise UserError if shapes differ, or if models lack most of the base.
         """
         base = self.recipe.base
         tensors = self.checkpoints[base].tensors
@@ -240,17 +239,20 @@ class Plan:
     @functools.cached_property
     def tasks(self) -> TaskSet:
         """The task vectors, with the tensors that count."""
-        recipe, bases = self.recipe, self.recipe.bases
-        tensors = self.tensors
+        recipe, tensors, bases = self.recipe, self.tensors, self.recipe.bases
         sources = [tensors.checkpoints[model] for model in recipe.models]
         counted = [item for item in self.items() if item.counted_as == item.name]
-        facts = (tensors.left_out, tensors.same_as, tensors.out_dtype)
-        tasks = recipe.task_set(counted, self.base, sources, *facts)
+        exclude, left_out = recipe.settings.exclude, tensors.left_out
+        if exclude and EXCLUDED not in left_out.values():
+            LOG.warning("`exclude: %s` matches no tensor of this merge", exclude)
+        names = str(recipe.base), [recipe.shown(model) for model in recipe.models]
+        given = recipe.settings, recipe.tasks, recipe.weights, counted, self.base, *names, sources
+        tasks = TaskSet(*given, left_out, tensors.same_as, dtype=tensors.out_dtype)
         tasks.folder, tasks.unchanged = self.base.folder, sum(tensors.unchanged.values())
         if bases is not None and not tensors.changed:
             # The store knows G where the same tensors count.
-            names = (part.name for item in counted for part in item.inputs[:1])
-            if {bases.stored_name(name) for name in names} == set(bases.facts.tensors):
+            stored = (part.name for item in counted for part in item.inputs[:1])
+            if {bases.stored_name(name) for name in stored} == set(bases.facts.tensors):
                 tasks.sums = bases.sums(recipe.order)
         return tasks
 
@@ -261,8 +263,7 @@ class Plan:
         Args:
             inner: By the Gram matrix, also if the merge needs only what any matrix gives.
 
-        Raises:
-            UserError: NaN or infinity, a zero task vector.
+        Raise UserError for NaN or infinity, or a zero task vector.
         """
         settings, store, world = self.recipe.settings, self.recipe.store, ranks.world()
         check_matrices(settings, self.tasks.items)
@@ -288,11 +289,7 @@ class Plan:
         return stored
 
     def merge_into(self, sink: Sink, items: Sequence[Item]) -> None:
-        """Give `sink` the merged tensors, after `build`.
-
-        Raises:
-            UserError: As `build`, if models are read only now; a result overflows its dtype.
-        """
+        """Give `sink` the merged tensors. Raise UserError as `build`, or if a result overflows."""
         if self.learned is not None:
             self.learned.merge_into(self, sink, items)
         else:
@@ -325,9 +322,5 @@ def compare_configs(recipe: Recipe, configs: Sequence[Mapping[str, Any]]) -> Non
 
 
 def engine_of(options: MergeOptions) -> Engine:
-    """The engine of a merge.
-
-    Raises:
-        UserError: This machine has no such device.
-    """
+    """The engine of a merge. Raise UserError if this machine has no such device."""
     return Engine(device_of(options.device or "cpu"), bars(options.quiet))

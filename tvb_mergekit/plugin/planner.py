@@ -11,6 +11,7 @@ import functools
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from mergekit.architecture import WeightInfo, get_architecture_info
@@ -38,6 +39,7 @@ from tvb_mergekit.progress import phase
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint
+from tvb_mergekit.tensors.merging import settings_over
 from tvb_mergekit.tensors.stream import Weights
 from tvb_mergekit.tensors.taskset import check_words
 from tvb_mergekit.tensors.ties import tie
@@ -58,8 +60,7 @@ def planned(
     Args:
         zeros: Tensors that take part although no adapter changes them.
 
-    Raises:
-        UserError, MergeRefused: a reason that stops the merge before its first pass.
+    Raise UserError or MergeRefused for a reason that stops the merge before its first pass.
     """
     with fresh_loaders():
         yield _plan(document, options, zeros)
@@ -75,7 +76,9 @@ def plan_only(document: Document, options: MergeOptions, zeros: Collection[str] 
 def _plan(document: Document, options: MergeOptions, zeros: Collection[str]) -> Plan:
     engine, world = engine_of(options), ranks.world()
     held, planner = world.first(lambda: _opened(document, options))
-    recipe = document.recipe.over(held[document.recipe.base])
+    recipe = document.recipe
+    settings = settings_over(held[recipe.base], recipe.settings)  # with the defaults of this base
+    recipe = replace(recipe, settings=settings)
     task = planner._tokenizer_task
     # mergekit orders new tokens by a set, whose order differs between processes.
     tokenizer = None if task is None else world.led(lambda: _tokenizer(task, recipe))
@@ -215,11 +218,7 @@ class _Planner(MergePlanner):
     """
 
     def find_unknown(self, base: Weights, sliced: bool) -> None:
-        """Find the tensors of the base that the definition lacks.
-
-        Raises:
-            UserError: The recipe chooses layers whose names the definition lacks.
-        """
+        """Find the tensors of the base that the definition lacks; no slice may hold one."""
         model = self._model_arch(self.config.base_model)
         known = stored_names(base, model.config.model_type, model.all_weights())
         modules = {name: model.get_module(name) for name in self.arch_info.modules}
@@ -305,8 +304,7 @@ def check_model(model: ModelReference, options: MergeOptions, weights: bool) -> 
         The open checkpoint, of an adapter that of its model; None for a name on the Hub, or
         without `weights`.
 
-    Raises:
-        UserError: a folder, its configuration or its weights are missing or damaged.
+    Raise UserError if a folder, its configuration or its weights are missing or damaged.
     """
     path = model.model.path
     if not os.path.isdir(path) and not may_be_on_the_hub(path):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,12 +27,6 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.stores import Listed
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.adapter import MERGE_FIRST
-from tvb_mergekit.tensors.checkpoint import Checkpoint
-from tvb_mergekit.tensors.merging import settings_over
-from tvb_mergekit.tensors.stream import Item, Weights
-from tvb_mergekit.tensors.taskset import EXCLUDED, TaskSet
-
-LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,27 +65,6 @@ class Recipe:
     def every(self) -> tuple[ModelReference, ...]:
         return self.base, *self.models
 
-    def over(self, base: Weights) -> Recipe:
-        """The recipe with the defaults of its settings for this base."""
-        return replace(self, settings=settings_over(base, self.settings))
-
-    def task_set(
-        self,
-        items: Sequence[Item],
-        base: Checkpoint,
-        sources: Sequence[Weights],
-        left_out: dict[str, str],
-        tied: dict[str, str],
-        dtype: str | None,
-    ) -> TaskSet:
-        """The task vectors with these tensors; see `TaskSet`."""
-        exclude = self.settings.exclude
-        if exclude and EXCLUDED not in left_out.values():
-            LOG.warning("`exclude: %s` matches no tensor of this merge", exclude)
-        names = str(self.base), [self.shown(model) for model in self.models]
-        given = self.settings, self.tasks, self.weights, items, base, *names, sources
-        return TaskSet(*given, left_out, tied, dtype=dtype)
-
 
 def read_recipe(config: MergeConfiguration, listed: Listed | None = None) -> Recipe:
     """The recipe in a configuration of one of our methods.
@@ -100,8 +72,7 @@ def read_recipe(config: MergeConfiguration, listed: Listed | None = None) -> Rec
     Args:
         listed: the vectors of a store, for which the models stand.
 
-    Raises:
-        UserError: a key, value, model or task name is wrong or missing.
+    Raise UserError if a key, value, model or task name is wrong or missing.
     """
     if config.chat_template not in (None, "auto"):  # mergekit checks it after hours
         _set_chat_template(SimpleNamespace(), config)

@@ -64,9 +64,6 @@ def merge_recipe(document: Document, out: str, *, out_shard_size: str, **options
     Args:
         out_shard_size: as a user writes it.
         options: other fields of mergekit's `MergeOptions`.
-
-    Raises:
-        UserError, MergeRefused: a reason that stops the merge.
     """
     assert options.keys() <= MergeOptions.model_fields.keys()  # others would be dropped
     try:
@@ -77,11 +74,7 @@ def merge_recipe(document: Document, out: str, *, out_shard_size: str, **options
 
 
 def merge(document: Document, out: str, options: MergeOptions) -> None:
-    """Merge model folders into the folder `out`, which appears when it is complete; see `planned`.
-
-    Raises:
-        MergeRefused: a reason that stops the merge.
-    """
+    """Merge model folders into the folder `out`, which appears when it is complete."""
     started = time.perf_counter()
     if options.random_seed is not None:
         transformers.trainer_utils.set_seed(options.random_seed)
@@ -95,11 +88,7 @@ def merge(document: Document, out: str, options: MergeOptions) -> None:
 
 
 def check_place(out: str, recipe: Recipe, options: MergeOptions) -> None:
-    """Check the output folder, and warn of stale folders and of options without effect.
-
-    Raises:
-        UserError: see `check_output_folder`.
-    """
+    """Check the output folder, and warn of stale folders and of options without effect."""
     check_output_folder(out, input_folders(recipe))
     warn_of_stale_parts(out)
     given = options.model_dump(include=WITHOUT_EFFECT, exclude_defaults=True)

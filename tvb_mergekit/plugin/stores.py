@@ -32,8 +32,7 @@ class Listed:
 def expand(config: MergeConfiguration) -> tuple[MergeConfiguration, Listed | None]:
     """The configuration with a model for each listed vector of a store; None if it lists none.
 
-    Raises:
-        UserError: models and vectors, or vectors of two stores; a name that the store lacks.
+    Raise UserError for models beside vectors, two stores, or a name that the store lacks.
     """
     if config.base_model is not None and store_of(config.base_model):
         raise UserError(
