@@ -49,7 +49,7 @@ plan:MergePlanner.plan_tensor
 plan:MergePlanner.plan_layer
 plan:MergePlanner._tensors
 plan:MergePlanner._tokenizer_task
-plan:MergePlanner._model_arch.__wrapped__
+plan:MergePlanner._model_arch
 merge_methods.task_adapter:ExecuteMergeMethodTask.gather_tensors
 merge_methods.task_adapter:ExecuteMergeMethodTask.parameters
 io.tasks:GatherTensors.weight_info

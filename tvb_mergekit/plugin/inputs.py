@@ -45,7 +45,6 @@ def read_inputs(document: Document, options: Options, names: Sequence[str] = ())
     found = tasks_for_store(document, plan_only(document, options, names))
     if not found.items:
         raise UserError(NO_TENSOR)
-    found.varying = document.varying
     return found
 
 

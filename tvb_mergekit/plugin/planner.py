@@ -7,7 +7,6 @@ are checked before a tensor is read or a file downloaded.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -199,9 +198,6 @@ def planned_by_mergekit(
     sliced = config.slices or any(each.slices for each in (config.modules or {}).values())
     out = _model_out_config(config, architecture, trust_remote_code=options.trust_remote_code)
     planner = _Planner(config, architecture, options, out)
-    # mergekit's own cache holds the configurations of 128 models.
-    uncached = MergePlanner._model_arch.__wrapped__
-    planner._model_arch = functools.cache(functools.partial(uncached, planner))
     planner.find_unknown(base, bool(sliced))
     planner._plan()  # its plan_in_memory fails for all methods of mergekit's own
     planner.plan_others()

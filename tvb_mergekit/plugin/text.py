@@ -68,20 +68,14 @@ class RecipeFile:
         parts = [d[0] if isinstance(d, list) and d else d for d in self.given]
         methods = [part.get("merge_method") for part in parts if isinstance(part, dict)]
         named = [method for method in methods if isinstance(method, str)]
-        if unknown := [name for name in named if name not in known_methods()]:
+        known = importlib.import_module("mergekit.merge_methods.registry")._METHODS
+        if unknown := [name for name in named if name not in known]:
             from tvb_mergekit.core.settings import METHODS
 
-            for name in unknown:
-                if name not in METHODS:
-                    every = (*METHODS, *sorted(set(known_methods()) - {*METHODS}))
-                    raise unknown_method(self.path, name, every)
+            for name in (name for name in unknown if name not in METHODS):
+                every = *METHODS, *sorted(known.keys() - METHODS.keys())
+                raise unknown_method(self.path, name, every)
         return any(name.startswith(OURS) for name in named)
-
-
-def known_methods() -> dict[str, Any]:
-    """The methods that have been registered, by name."""
-    known: dict[str, Any] = importlib.import_module("mergekit.merge_methods.registry")._METHODS
-    return known
 
 
 def unknown_method(path: str, method: object, known: Sequence[str]) -> UserError:

@@ -11,14 +11,14 @@ from typing import Any
 
 from tvb_mergekit.errors import UserError, check_names, refusing, unwinding
 from tvb_mergekit.plugin import ready
-from tvb_mergekit.plugin.text import OURS, known_methods, parse, store_of
+from tvb_mergekit.plugin.text import OURS, parse, store_of
 
 
 def get(original: Callable[[str], Any]) -> Callable[[str], Any]:
     """mergekit's method of a name, with ours."""
 
     def replacement(name: str) -> Any:
-        if name not in known_methods() and str(name).startswith(OURS):
+        if str(name).startswith(OURS):
             ready()
         return original(name)
 
