@@ -28,6 +28,8 @@ from tvb_mergekit.plugin.stores import Listed
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.adapter import MERGE_FIRST
 
+_Section = tuple[str, Any]  # a part of the configuration, after its place
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -133,20 +135,9 @@ def default_task_name(model: ModelReference) -> str:
     return path.rstrip("/").rpartition("/")[2] or path
 
 
-@dataclass(frozen=True)
-class _Section:
-    """A part of the configuration, its model if the part is about one, and a slice's base."""
-
-    where: str
-    parameters: Mapping[str, Any]
-    model: ModelReference | None
-    base: ModelReference | None
-
-
 def _sections(part: Any, where: str = "") -> Iterator[_Section]:
-    parameters = part.model_dump().get("parameters") or {}
-    own = (getattr(part, key, None) for key in ("model", "base_model"))
-    yield _Section(where, parameters, *own)
+    """The parts of a configuration, with their places in it."""
+    yield where, part
     for key in ("models", "slices", "sources"):
         for index, item in enumerate(getattr(part, key, None) or ()):
             yield from _sections(item, f"{where}{key}[{index}].")
@@ -158,10 +149,11 @@ def _models(sections: Sequence[_Section], base: ModelReference) -> tuple[ModelRe
     """The fine-tuned models in the recipe's order; every list must name each of them once."""
     lists: dict[str, dict[object, ModelReference]] = {}
     its_own = identity_of(base)
-    for section in sections:
-        model, where = section.model, section.where.rstrip(".")
-        if section.base is not None and identity_of(section.base) != its_own:
-            raise UserError(f"`{where}.base_model` is {section.base}; a merge has one base, {base}")
+    for place, part in sections:
+        model, where = getattr(part, "model", None), place.rstrip(".")
+        of_slice = getattr(part, "base_model", None)
+        if of_slice is not None and identity_of(of_slice) != its_own:
+            raise UserError(f"`{where}.base_model` is {of_slice}; a merge has one base, {base}")
         if model is None:
             continue
         its_list = where.rpartition("[")[0]
@@ -202,10 +194,10 @@ def _values(
     """
     merge: dict[str, Any] = {}
     own: dict[tuple[ModelReference, str], Any] = {}
-    for section in sections:
-        model, where = section.model, f"{section.where}parameters"
-        for key, setting in section.parameters.items():
-            elsewhere = key in GLOBAL_KEYS and section.where  # also a model's
+    for place, part in sections:
+        model, where = getattr(part, "model", None), f"{place}parameters"
+        for key, setting in (part.model_dump().get("parameters") or {}).items():
+            elsewhere = key in GLOBAL_KEYS and place  # also a model's
             if elsewhere or (model is not None and key in VARYING_KEYS):
                 raise UserError(f"`{key}` under `{where}` belongs to the recipe's `parameters`")
             if key in VARYING_KEYS:
