@@ -165,8 +165,6 @@ def test_tables_and_pictures_of_each_kind(kind: str, made: Path, tmp_path: Path)
     assert whole == (" bits" in flat)
     assert ("E" in wanted.panels) == ("row sum" in text) == ("Encoder weights" in text)
     assert ("Retained energy" in flat) == (wanted.known and not whole)
-    exact = kind in ("balanced", "grown once", "grown")
-    assert ("The sum of all task vectors is" in flat) == exact
     assert wanted.count == 5 or not wanted.known or f"> {wanted.count}" in text
     picture = (tmp_path / "a.svg").read_text(encoding="utf-8")
     found = {letter for letter, title in PANELS.items() if f"<!-- {title}" in picture}

@@ -37,10 +37,6 @@ def main() -> None:
       tvb build recipe.yml ./store            T models -> M bases
       tvb inspect ./store --plot store.png
       tvb merge ./store ./merged --method add
-      tvb add ./store ./new-model --task new
-      tvb export ./store ./math-again --task math
-      tvb tune recipe.yml --tasks copa,rte --out tuned
-      tvb learn two.yml fisher --data math=m.jsonl --data code=c.jsonl --out two
 
     Shell completion: `eval "$(_TVB_COMPLETE=bash_source tvb)"` (zsh_source, fish_source).
     """

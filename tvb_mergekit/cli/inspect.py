@@ -86,9 +86,6 @@ def _remarks(found: Inspection) -> list[str]:
     """Lines on sizes, the loss against its bounds, and tensors left out."""
     facts, store = found.facts, found.store
     lines = [size_line(found)] if store else []
-    if store and store.basis_weights and not found.whole:
-        terms = [f"{weight:.4g} B{m}" for m, weight in enumerate(store.basis_weights)]
-        lines.append(f"The sum of all task vectors is {' + '.join(terms)}")
     lines.append(f"{facts.num_parameters:,} parameters in each task vector")
     lines += [] if found.whole else measures(facts)
     for reason in dict.fromkeys(facts.left_out.values()):

@@ -88,13 +88,12 @@ def _subcommand(name: Any, text: str, options: list[cli.Body]) -> None:
         cli.import_mergekit()
         from tvb_mergekit.learn.job import Request
         from tvb_mergekit.learn.running import learn as learned
-        from tvb_mergekit.plugin.inputs import Options
 
         parent = click.get_current_context().parent
         recipe = parent.params["recipe"] if parent else ""
-        values["device"] = str(cli.device_of(values["device"]))
         document = cli.document_of(recipe, "add" if os.path.isdir(recipe) else None, base)
-        shared = Options(**{k: values.pop(k) for k in (*cli.MODELS, "device", "quiet")})
+        device, quiet = str(cli.device_of(values.pop("device"))), values.pop("quiet")
+        shared = cli.model_options(values, device=device, quiet=quiet)
         learned(Request(document=document, method=name, options=shared, **values))
 
     example = f"tvb learn two.yml {name} --data math=m.jsonl --data code=c.jsonl --out o"

@@ -154,11 +154,11 @@ def import_mergekit() -> None:
         importlib.import_module("tvb_mergekit.plugin.inputs")
 
 
-def model_options(values: dict[str, Any]) -> Options:
-    """The options of MODELS, removed from `values`."""
+def model_options(values: dict[str, Any], **more: Any) -> Options:
+    """The options of MODELS, removed from `values`, and `more` of mergekit's."""
     from tvb_mergekit.plugin.inputs import Options
 
-    return Options(**{name: values.pop(name) for name in MODELS if name in values})
+    return Options(**{name: values.pop(name) for name in MODELS if name in values}, **more)
 
 
 def device_of(name: str) -> torch.device:

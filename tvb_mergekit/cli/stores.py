@@ -232,9 +232,6 @@ def _tell(bases: Bases) -> None:
 @argument("out", type=PLACE)
 @option("--method", metavar="NAME", help=f"For a STORE: {', '.join(WAYS)}, forget-TASK.",
         **cli.of_store(WAYS, "forget-{}"))  # fmt: skip
-@option("--out-shard-size", metavar="SIZE", default="5B", help="mergekit's: 500M, 5B ...")
-@option("--copy-tokenizer/--no-copy-tokenizer", default=True, help="Copy the base's into OUT.")
-@option("--write-model-card/--no-write-model-card", default=True, help="Write OUT/README.md.")
 @flag("--lora", help="Merge adapters to an adapter, not a model.")
 @cli.dtype(help="--lora: dtype of the factors, by default float32.")
 def merge(
@@ -267,12 +264,12 @@ def merge(
         return
     if dtype:
         raise UserError("--dtype is for adapters: add --lora, or give `dtype` in the recipe")
-    values["device"] = str(cli.device_of(values["device"]))
-    values["quiet"] |= not ranks.world().leads
+    device = str(cli.device_of(values["device"]))
+    quiet = values["quiet"] or not ranks.world().leads
     document = cli.document_of(recipe, method, base)
-    from tvb_mergekit.plugin.run import merge_recipe
+    from tvb_mergekit.plugin.run import merge as write
 
-    merge_recipe(document, out, **values)
+    write(document, out, cli.model_options(values, device=device, quiet=quiet))
 
 
 @command("base", "device", "quiet", writes="out")

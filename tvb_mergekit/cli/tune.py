@@ -59,7 +59,7 @@ def tune(recipe: str, tasks: str, out: str, **values: Any) -> None:
     from tvb_mergekit.tune import run
     from tvb_mergekit.tune.tasks import Evaluation
 
-    options = cli.model_options(values).model_copy(update={"quiet": values["quiet"]})
+    options = cli.model_options(values, quiet=values["quiet"])
     model = {
         "device": str(cli.device_of(values.pop("device"))),
         "batch_size": values.pop("batch_size"),

@@ -14,16 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import transformers
 from mergekit import merge as stock
 from mergekit.card import generate_card
-from mergekit.common import parse_kmb
 from mergekit.options import MergeOptions
 from rich.console import Console
 
-from tvb_mergekit.errors import UserError, one_line, refusing, unwinding
+from tvb_mergekit.errors import one_line, refusing, unwinding
 from tvb_mergekit.plugin import replaced
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import Plan
@@ -56,21 +54,6 @@ WITHOUT_EFFECT = set(
 COMPANIONS = (
     "generation_config.json *processor_config.json *.py modules.json *sentence*.json [0-9]_[A-Z]*/"
 ).split()
-
-
-def merge_recipe(document: Document, out: str, *, out_shard_size: str, **options: Any) -> None:
-    """Merge into the folder `out`, as `mergekit-yaml` does; see `planned`.
-
-    Args:
-        out_shard_size: as a user writes it.
-        options: other fields of mergekit's `MergeOptions`.
-    """
-    assert options.keys() <= MergeOptions.model_fields.keys()  # others would be dropped
-    try:
-        shard = parse_kmb(out_shard_size)
-    except (ValueError, IndexError) as error:
-        raise UserError(f"--out-shard-size {out_shard_size}: expected 500M or 5B ...") from error
-    merge(document, out, MergeOptions(out_shard_size=shard, **options))
 
 
 def merge(document: Document, out: str, options: MergeOptions) -> None:
