@@ -43,7 +43,6 @@ def install() -> None:
             return
         if FINDER not in sys.meta_path:
             sys.meta_path.insert(0, FINDER)
-        if "mergekit" in sys.modules:
             FINDER.catch_up()
     except Exception as error:
         FINDER.give_up(error)
@@ -58,9 +57,7 @@ def _env(name: str) -> bool:
 class TvbMergekitFinder:
     """Finds modules by the finders after it, and wraps the loaders of MODULES."""
 
-    def __init__(self) -> None:
-        self.handed_over: dict[str, ModuleType] = {}
-        self.stopped = False
+    stopped = False
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "ModuleSpec | None":
         if (name not in MODULES and name != LM_EVAL) or self.stopped:
@@ -83,7 +80,7 @@ class TvbMergekitFinder:
             module = sys.modules.get(name)
             # The loader hands over a module whose import has begun.
             begun = getattr(getattr(module, "__spec__", None), "_initializing", False)
-            if module is not None and not begun and self.handed_over.get(name) is not module:
+            if module is not None and not begun:
                 self.after(module)
 
     def after(self, module: "ModuleType") -> None:
@@ -99,9 +96,7 @@ class TvbMergekitFinder:
                 return
             from tvb_mergekit.plugin import on_import
 
-            problem = on_import(module)
-            self.handed_over[module.__name__] = module
-            if problem:
+            if problem := on_import(module):
                 self.stop(f"are not available: {problem}")
         except Exception as error:
             self.give_up(error)

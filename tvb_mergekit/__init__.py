@@ -11,7 +11,7 @@
     Bases         an open store
     UserError     a mistake that a message of one line explains
 
-Importing the package is cheap; the library behind these names is imported when one is used.
+The library behind these names is imported when one is used.
 """
 
 from __future__ import annotations

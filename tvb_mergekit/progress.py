@@ -16,8 +16,6 @@ from tvb_mergekit.errors import counted, megabytes
 
 LOG = logging.getLogger(__name__)
 Update = Callable[[int], object]  # called with the bytes of each piece, or another unit's number
-
-
 # (title of a pass, total, unit="B"): the total is in bytes unless the unit says otherwise
 Progress = Callable[..., Update]
 EVERY = 10.0  # seconds between two lines
