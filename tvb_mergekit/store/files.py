@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.store import STORE
 from tvb_mergekit.store.facts import (
     FACTS,
     OWN,
