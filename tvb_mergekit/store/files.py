@@ -14,7 +14,6 @@ from tvb_mergekit.store import STORE
 from tvb_mergekit.store.facts import (
     FACTS,
     OWN,
-    STORE,
     TENSORS,
     Facts,
     StoredFile,
