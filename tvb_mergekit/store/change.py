@@ -74,7 +74,7 @@ class Change:
         return load(self.store)
 
     def discard(self) -> None:
-        """Delete what was written and is not published, and the lock of what is not a store."""
+        """Delete the files that no state names, and the lock of a folder without a store."""
         held = read_store(self.store).held if is_store(self.store) else {}
         for place in self._made:
             if not any(each == place or each.startswith(f"{place}/") for each in held):
@@ -90,7 +90,7 @@ class Change:
 
 @contextmanager
 def changing(path: str | os.PathLike[str], new: bool = False) -> Iterator[Change]:
-    """A change of a store under its lock, for which other changes wait; the store may be `new`.
+    """A change of a store under its lock. Other changes wait for it. The store may be `new`.
 
     Raises:
         UserError: no store there, nor an empty folder for a new one. The store stays as it was.

@@ -1,8 +1,8 @@
 """From vectors back to models: theta_0 + tau_hat_j, or any other combination.
 
-A lossless store gives each model as it was. What it keeps of one beside its vector lies in
-`files/NAME/`: `rest.safetensors`, the other tensors; the files that the base's folder does not have
-alike, such as configuration and tokenizer; and `original.json`, which lists both.
+A lossless store gives each model as it was. `files/NAME/` holds the other tensors of a model in
+`rest.safetensors`, and the files that the base's folder does not have alike, such as configuration
+and tokenizer. `original.json` lists both.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _card(bases: Bases, task: str) -> str:
 
 
 def lost_of(bases: Bases, task: str) -> str:
-    """What a reconstructed task has lost, if that is much or not known, and the remedy."""
+    """The loss of a reconstructed task, if it is large or not known, and the remedy."""
     error = bases.facts.errors[task]
     if error is not None and error <= LOSSY:
         return ""

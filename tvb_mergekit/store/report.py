@@ -166,7 +166,7 @@ def vectors(facts: Facts) -> str:
 
 
 def summary(facts: Facts, out: str) -> list[str]:
-    """Lines on a merge: what was merged, from what, what is lost or left out, where it is."""
+    """Lines on a merge: method, tasks, base, losses, tensors left out and place."""
     given = facts.parameters.get("lambda")
     scaled = f", lambda {given:g}" if isinstance(given, float | int) else ""
     left = f"{counted(len(facts.left_out), 'tensor')} left to the base"
