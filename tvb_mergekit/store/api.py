@@ -61,13 +61,11 @@ def build(
         models: Task -> its fine-tuned model.
         out: The path of the store to write. Without it the vectors are state dicts in memory.
         weights: Task -> scale of its task vector; 1 by default.
-        dtype: float32, bfloat16 or float16, of the vectors; by default float32, and in a store of
-            tasks the form that suits each model.
-        lossless, keep: As the options of `tvb build`.
+        dtype, lossless, keep: As the options of `tvb build`. Bases, and vectors in memory, are
+            float32 by default.
         settings: the recipe's keys, such as `basis="balanced"`, `num_bases=2`, `exclude="head"`.
 
-    Warns:
-        UserWarning: Tensors are left out of a task vector, or a model is unlike the others.
+    Warns of tensors that are left out of a task vector, and of a model unlike the others.
 
     Raises:
         UserError: a wrong setting, models that do not fit the base, NaN or infinity.

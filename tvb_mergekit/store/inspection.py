@@ -79,10 +79,8 @@ class Inspection:
         """Bytes of the models, and of the files of a store in their place."""
         if self.store is None:
             return None
-        return {
-            "models": self.store.model_bytes,
-            "store": sum(file.bytes for file in self.store.held.values()),
-        }
+        held = sum(file.bytes for file in self.store.held.values())
+        return {"models": self.store.model_bytes, "store": held}
 
     @property
     def bytes(self) -> list[int]:
