@@ -24,14 +24,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from worlds import held_item, state_dicts
+from worlds import state_dicts
 
 from tvb_mergekit import Bases, attach, build
 from tvb_mergekit.cli.options import auto_device
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.gram import SUMMED
 from tvb_mergekit.core.settings import resolve_settings
-from tvb_mergekit.learn.statistics import regression_mean
 from tvb_mergekit.store import attach as attaching
 from tvb_mergekit.store.api import base_of
 from tvb_mergekit.store.export import combine, items_of
@@ -276,19 +275,6 @@ def test_merges(method: str, keys: Any, passes: Any, folder: Path, device: Devic
     assert found == tuple(map(sum, zip(*passes, strict=True)))
 
 
-def test_regression_mean(device: Device) -> None:
-    x = torch.randn(T, 20, 8, generator=torch.Generator().manual_seed(0))
-
-    def run(on: torch.device) -> Mapping[str, Tensor]:
-        grams = iter(x.mT @ x)
-        weights = torch.ones(T, 2), torch.ones(T), 1.0, 0.9
-        made = regression_mean("x", x[:2].to(on), grams, *weights)
-        return {"made": made.cpu()}
-
-    # Down: which inputs are unseen, two checks of the factor, and the result.
-    assert copies(device, run) == (1 + T, 1 + 2 + 1)
-
-
 @pytest.fixture(params=[{}, {"lossless": True}, {"keep": 0.25}], ids=str)
 def stored(request: Any, folder: Path, tmp_path: Path) -> tuple[Path, Bases]:
     base, models = folder / "base.safetensors", {t: folder / f"{t}.safetensors" for t in TASKS}
@@ -343,11 +329,3 @@ def test_each_process_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch)
             monkeypatch.setenv(name, str(value))
         found.append(auto_device())
     assert found == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
-
-
-def test_an_error_in_one_worker_stops_the_others() -> None:
-    made = torch.ones(6, 3, 5000)
-    made[2, 2, 17] = torch.nan
-    items = [held_item(f"layer.{n}", base, models) for n, (base, *models) in enumerate(made)]
-    with pytest.raises(ValueError, match=r"layer\.2.*`b` holds 1 NaN"):
-        gram_pass(items, TASKS[:2], Engine(CPU))

@@ -1,5 +1,6 @@
 """The Gram pass and Trim on arbitrary tensors, against dense float64."""
 
+from collections.abc import Callable
 from functools import partial
 from unittest import mock
 
@@ -10,7 +11,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from reference import Array, Dense
 from torch import Tensor
-from worlds import held_item
 
 from tvb_mergekit.core.basis import Step, build, warnings
 from tvb_mergekit.core.gram import SUMMED, GramSums, check_copied
@@ -57,12 +57,10 @@ class Models:
     def listed(self, name: str) -> list[Tensor]:
         return [model[name] for model in self.models]
 
-    def items(self, held: bool = True) -> list[Item]:
-        """In memory, or as if they were read."""
-        if held:
-            return [held_item(n, base, self.listed(n)) for n, base in self.base.items()]
+    def items(self, part: Callable[[Tensor], Part] = Part.in_memory) -> list[Item]:
+        """In memory, or with `read_part` as if they were read."""
         return [
-            Item(n, tuple(base.shape), read_part(base), tuple(map(read_part, self.listed(n))))
+            Item(n, tuple(base.shape), part(base), tuple(map(part, self.listed(n))))
             for n, base in self.base.items()
         ]
 
@@ -99,7 +97,8 @@ def test_the_sums_do_not_depend_on_how_they_are_shared(data):
     with mock.patch.object(passes, "PIECE", 1), mock.patch.object(passes, "SHORTEST", 64):
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            found.append(gram_pass(made.items(threads == 1), made.tasks).gram)
+            part = Part.in_memory if threads == 1 else read_part
+            found.append(gram_pass(made.items(part), made.tasks).gram)
     torch.set_num_threads(before)
     assert torch.equal(*found)
 

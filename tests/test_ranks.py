@@ -9,8 +9,6 @@ import pytest
 import torch
 import transformers
 from commands import merge, recipe, refused, write
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tiny import family, gpt2, llama, load, save_tokenizer
 from torch.distributed import TCPStore
@@ -23,21 +21,11 @@ import worlds
 from processes import KILL, Fault, Running, on_call
 
 from tvb_mergekit.store.store import load as load_store
-from tvb_mergekit.tensors import ranks
 
 WRITE = "tvb_mergekit.tensors.output.FolderWriter.write"
 TASKS = ("math", "code", "safety")
 BALANCED = {"basis": "balanced", "num_bases": 2}
 Folders = tuple[Path, list[Path]]
-
-
-@given(st.lists(st.integers(0, 20), max_size=7), st.integers(1, 5))
-def test_shares_are_even_runs(sizes: list[int], count: int) -> None:
-    cut = ranks.even_runs(sizes, count)
-    assert len(cut) == count
-    assert [i for run in cut for i in range(len(sizes))[run]] == list(range(len(sizes)))
-    largest = max(sum(sizes[run]) for run in cut)
-    assert largest <= sum(sizes) / count + max(sizes, default=0)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,6 @@ from transformers import PreTrainedTokenizerFast
 from tvb_mergekit.store import api
 from tvb_mergekit.store import store as stores
 from tvb_mergekit.store.store import Bases
-from tvb_mergekit.tensors.stream import Item, Part
 
 THREE, SIX = TASKS[:3], (*TASKS, "poems")
 CAUSAL, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
@@ -377,9 +376,3 @@ FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
     ),
     "five": partial(state_dicts, ending="safetensors", tasks=TASKS),
 }
-
-
-def held_item(name: str, base: Tensor, models: Sequence[Tensor]) -> Item:
-    """An item of tensors in memory."""
-    parts = tuple(map(Part.in_memory, models))
-    return Item(name, tuple(base.shape), Part.in_memory(base), parts)

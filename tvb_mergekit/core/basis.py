@@ -1,7 +1,5 @@
 """Basis and merge: Gram matrix and encoder of a recipe, coefficients of its merges, and steps.
 
-A step goes from theta_0 and a piece of the task vectors to outputs, in float32.
-
 A coefficient multiplies a finished direction: theta_0 + fl(scale * direction), two roundings of
 each entry. A fused product and sum would round differently by piece and processor. So a direction
 that is computed once gives the merged weights for any scale, to the last bit.
@@ -29,21 +27,16 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import phase
 
 Term = tuple[float, Tensor]  # a scale, and the weights [T, K] of the directions that it scales
-# From theta_0 [n] and task vectors [T, n], float32 and not changed, to outputs [K, n].
-Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """K outputs theta_0 (or 0) + sum over the terms of fl(scale * T weights).
+    """K outputs theta_0 (or 0) + sum over the terms of fl(scale * T weights), in float32.
 
     Addition over bases and negation have this form (paper Eq. 3), since B = T W_e (Eq. 8) and
     T_hat = T R (Eq. 10): the terms are (lambda, W_e 1) and (-alpha, R[:, forget] 1). Bases and
-    exports have it as well.
-
-    Attributes:
-        direction: one output instead, from the K combinations [K, n] entry by entry; it overwrites
-            them.
+    exports have it as well. A `direction` makes one output of the K combinations [K, n], which it
+    overwrites.
     """
 
     terms: Sequence[Term]
@@ -60,7 +53,8 @@ class Step:
         """Float32 rows of a piece that it needs next to the inputs."""
         return sum(w.shape[1] for _, w in self.terms[:2]) + (8 if self.direction else 0)
 
-    def on(self, device: torch.device) -> Compute:
+    def on(self, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+        """From theta_0 [n] and task vectors [T, n], which stay as they are, to outputs [K, n]."""
         terms = [(scale, w.T.to(device, torch.float32).contiguous()) for scale, w in self.terms]
 
         def compute(base32: Tensor, tau: Tensor) -> Tensor:
@@ -150,9 +144,7 @@ class Combination:
     def step(self, values: Tunables, alone: bool = False) -> Step:
         """The merge of one tensor.
 
-        Args:
-            alone: only the direction that a tuned coefficient scales, without theta_0: `alpha`'s,
-                or without one `lambda`'s.
+        `alone` is only the direction that `alpha`, or else `lambda`, scales, without theta_0.
         """
         if self.trims:
             limits = [0.0] * self.num_bases
@@ -191,11 +183,9 @@ class Basis(Combination):
 def over_bases(
     settings: Settings, tasks: Sequence[str], shares: Tensor, reconstruction: Tensor
 ) -> Combination:
-    """The M bases of a store instead of models.
+    """The M bases of a store instead of models, with weights v [M] in the sum.
 
-    Args:
-        shares: v [M], the weight of each basis in the sum.
-        reconstruction: [M, T] or, with PCA's mean as the last input, [M + 1, T]: each tau_hat.
+    `reconstruction` gives each tau_hat, [M, T], or [M + 1, T] with PCA's mean as the last input.
     """
     rest = len(reconstruction) - len(shares)  # PCA's mean is in no basis
     return Combination(settings, tasks, pad(torch.diag(shares), (0, 0, 0, rest)), reconstruction)
@@ -242,12 +232,9 @@ def build(
 
 
 def unlike(norm: float, base_norm: float, others: Sequence[float]) -> str | None:
-    """Say why a model seems not fine-tuned from the base; None if it may be.
+    """Say why a model seems not fine-tuned from the base, by unweighted norms of task vectors.
 
-    Args:
-        norm: ||tau||, unweighted.
-        base_norm: ||theta_0||; 0 if the base was not read (adapters).
-        others: norms of the other task vectors.
+    The norm of a base that was not read, since all models are adapters, is 0.
     """
     median, its = statistics.median(others or [0]), f"its task vector's norm is {norm:.4g}"
     if base_norm and norm > WRONG_BASE_RATIO * base_norm:

@@ -1,10 +1,8 @@
 """Singular values and vectors of one matrix in float64, for the methods that merge matrices.
 
 They come from the Gram matrix of the shorter side, in a part of an SVD's time. Singular values are
-known to about 1e-8 of the largest. Those up to NULL of the largest count as 0, and their directions
-contribute nothing, whereas an SVD would fill in arbitrary ones: rounding of models in float32 makes
-such values. Vectors in 16 bits have larger ones, see `rounding_noise`. Bits depend on the machine
-and on the number of threads alone.
+known to about 1e-8 of the largest. Those up to NULL of the largest count as 0: rounding of models
+in float32 makes them, and an SVD would fill in directions. For 16 bits see `rounding_noise`.
 """
 
 from __future__ import annotations

@@ -25,12 +25,9 @@ COMPRESSIONS = ("ae", "balanced")
 
 @dataclass(frozen=True)
 class Buffer:
-    """T tasks in M bases, all float64.
+    """T tasks in M bases, all float64: E [T, M], D [M, T], and G [T, T] if it is known.
 
-    Attributes:
-        encoder: E [T, M]; decoder: D [M, T].
-        gram: [T, T] of all task vectors; None if unknown.
-        basis_weights: w [M] with sum_m w_m B_m = the sum of all task vectors, else None.
+    `basis_weights` are w [M] with sum_m w_m B_m = the sum of all task vectors, else None.
     """
 
     encoder: Tensor
@@ -48,9 +45,7 @@ def add_task(
         products: [M + 1, M + 1] float64, the Gram matrix of the M bases and the new task vector.
         budget: the most bases after the round, at least 2 and the number of exact bases.
         how: `ae`, by `settings`, as in the paper. Or `balanced`, if the buffer has basis weights:
-            each basis is weighted by its number of tasks, so that sum_m w_m B_m stays the sum of
-            all tasks.
-        settings: of the autoencoder.
+            sum_m w_m B_m stays the sum of all tasks.
 
     Returns:
         [M + 1, M'] from the M previous bases and the new task vector to the new bases, and the

@@ -80,7 +80,6 @@ class Declared:
     """A function in a registry.
 
     A basis is (Gram, M) -> `Encoding`. What is `known` of it does not depend on the Gram matrix.
-
     A merge method gives the direction or directions that coefficients scale. `merges` is its form:
     - "sums": (W_e [N, M]) -> coefficient -> the weights [N] of the vectors. Offered: the tasks, and
       `reconstruction` [N, T].

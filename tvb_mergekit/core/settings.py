@@ -94,10 +94,7 @@ class Settings:
         return int(self.num_bases or max(1, math.floor(self.basis_ratio * tasks + 0.5)))
 
     def is_matrix(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether the method merges this tensor as one matrix, or as several (three dimensions).
-
-        By default: stacked experts, and two dimensions except embeddings and the output layer.
-        """
+        """Whether the method merges this tensor as a matrix, or as several (three dimensions)."""
         if self.method not in MATRIX_METHODS or len(shape) not in (2, 3) or 0 in shape:
             return False
         return is_linear(name, len(shape)) if self.matrices is None else _in(self.matrices, name)
@@ -153,13 +150,9 @@ def shown(value: object) -> str:
 
 
 def resolve_settings(method: str, given: Mapping[str, object], tasks: Sequence[str]) -> Settings:
-    """The settings of a merge.
+    """The settings of a merge of T tasks by the `parameters` of its recipe.
 
-    Args:
-        method: one of METHODS.
-        given: the recipe's `parameters`. Varying keys (a number, a layer gradient or filters) are
-            only checked: mergekit resolves them per tensor.
-        tasks: the names of the T tasks in order.
+    Varying keys (a number, a layer gradient or filters) are only checked: mergekit resolves them.
     """
     if method not in METHODS:
         raise UserError(f"unknown method `{method}`: expected one of {', '.join(METHODS)}")

@@ -24,7 +24,7 @@ from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint, metadata_of
 from tvb_mergekit.tensors.coding import MANTISSA, Coded, Draw, keep
-from tvb_mergekit.tensors.output import MARKER, FolderWriter, Shard, into
+from tvb_mergekit.tensors.output import MARKER, FolderWriter, into
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Engine, Item, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -41,7 +41,7 @@ class Dense:
         writers, items = [], inputs.items
         for path, vector in files.items():
             metadata = {"format": "pt", MARKER: vector.name}
-            writers.append(FolderWriter(path.parent, [Shard(path.name, tuple(items))], metadata))
+            writers.append(FolderWriter(path.parent, {path.name: items}, metadata))
         steps = dict.fromkeys((item.name for item in items), Step.of(matrix))
         mine = items[ranks.part_of(items)]
         combine_pass(mine, steps, into(*writers), engine, title="Bases")

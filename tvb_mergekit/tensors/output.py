@@ -18,7 +18,6 @@ import struct
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -41,6 +40,7 @@ WRITTEN = tuple(
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000  # mergekit's and transformers' default
 MARKER = "tvb_basis"  # in the metadata of a vector of a store: a difference, not a model
+Shards = Mapping[str, Sequence[Item]]  # file -> its tensors in order
 
 
 def check_output_folder(out: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
@@ -141,14 +141,6 @@ def warn_of_stale_parts(out: str | os.PathLike[str]) -> None:
         LOG.warning("%s was left by a merge that was killed or still runs; delete it if not", path)
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One file: its name, and its tensors in order."""
-
-    name: str
-    items: tuple[Item, ...]
-
-
 def header_of(
     metadata: Mapping[str, str],
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
@@ -169,7 +161,7 @@ def header_of(
     return struct.pack("<Q", len(text)) + text
 
 
-def plan_shards(items: Sequence[Item], limit: int = SHARD_BYTES) -> list[Shard]:
+def plan_shards(items: Sequence[Item], limit: int = SHARD_BYTES) -> Shards:
     """Cut the items, in order, into files of at most `limit` bytes (or one tensor)."""
     groups, size = [list[Item]()], 0
     for item in items:
@@ -179,21 +171,21 @@ def plan_shards(items: Sequence[Item], limit: int = SHARD_BYTES) -> list[Shard]:
         groups[-1].append(item)
         size += item.written
     if len(groups) == 1:
-        return [Shard("model.safetensors", tuple(items))]
+        return {"model.safetensors": items}
     ends = f"of-{len(groups):05d}.safetensors"
-    return [Shard(f"model-{k:05d}-{ends}", tuple(group)) for k, group in enumerate(groups, 1)]
+    return {f"model-{k:05d}-{ends}": group for k, group in enumerate(groups, 1)}
 
 
 class FolderWriter:
     """The weight files of one folder. Of several processes, the leader makes them, before all."""
 
-    def __init__(self, folder: Path, plan: Sequence[Shard], metadata: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, plan: Shards, metadata: Mapping[str, str]) -> None:
         self.folder, self.plan, self._local = folder, plan, threading.local()
         self._places: dict[str, tuple[Path, int]] = {}  # file and first byte of each tensor
-        for shard in plan:
-            header = header_of(metadata, {i.name: (i.out, i.shape) for i in shard.items})
-            place, path = len(header), folder / shard.name
-            for item in shard.items:
+        for name, items in plan.items():
+            header = header_of(metadata, {item.name: (item.out, item.shape) for item in items})
+            place, path = len(header), folder / name
+            for item in items:
                 self._places[item.name] = path, place
                 place += item.written
             if ranks.world().leads:
@@ -219,8 +211,8 @@ class FolderWriter:
         """Write the index, if there are several files."""
         self._local = threading.local()  # closes this thread's file
         if ranks.world().leads and len(self.plan) > 1:
-            where = {item.name: shard.name for shard in self.plan for item in shard.items}
-            total = sum(item.written for shard in self.plan for item in shard.items)
+            where = {item.name: name for name, items in self.plan.items() for item in items}
+            total = sum(item.written for items in self.plan.values() for item in items)
             index = {"metadata": {"total_size": total}, "weight_map": where}
             text = json.dumps(index, indent=2) + "\n"
             (self.folder / INDEX).write_text(text, encoding="utf-8")

@@ -88,10 +88,8 @@ def autoencoder(
         if anneal_every and step % anneal_every == 0:
             temperature = max(COLDEST, temperature * anneal_factor)
     if not (logits.isfinite().all() and decoder.isfinite().all()):
-        raise UserError(
-            f"training the autoencoder diverged within {steps} steps: lower `learning_rate` (it is "
-            f"{learning_rate:g}) or take `basis: balanced`"
-        )
+        remedy = f"lower `learning_rate` (it is {learning_rate:g}) or take `basis: balanced`"
+        raise UserError(f"training the autoencoder diverged within {steps} steps: {remedy}")
     if not softmax:
         return gram.encoding(logits.double().numpy() / temperature)
     found = torch.softmax(logits / temperature, dim=0).double().numpy()

@@ -20,15 +20,10 @@ CLEARLY = 1e-6
 
 @basis("balanced", known=Level.SUM)
 def balanced(gram: Gram, num_bases: int, weights: Array | None = None) -> Encoding:
-    """The balanced encoder of least loss, in closed form.
+    """The balanced encoder of least loss, in closed form: W_e >= 0, and its columns sum to 1.
 
-    Args:
-        num_bases: M, from 1 to T.
-        weights: [T], positive: the number of tasks that each task stands for; 1 by default.
-
-    Returns:
-        W_e >= 0 with columns that sum to 1 and W_e 1 = (M / sum w) w, and the least-squares
-        decoder. The loss is its bound: the eigenvalues of G' beyond the (M-1)-th.
+    W_e 1 = (M / sum w) w for w [T], the number of tasks that each task stands for, 1 by default.
+    The loss is its bound: the eigenvalues of G' beyond the (M-1)-th.
     """
     weights = np.ones(gram.size) if weights is None else weights
     directions, _ = completion(gram, num_bases, weights)
@@ -62,10 +57,8 @@ def spread(centre: Array, directions: Array, num_columns: int) -> Array:
     V is continuous in the directions, and a rotation replaces only a clearly worse one. So the
     last digits of a Gram matrix, which differ between processors, choose nothing.
 
-    Args:
-        centre: [T], strictly positive, sums to 1.
-        directions: [T, K] with K >= M - 1 columns of rank M - 1 modulo the centre.
-        num_columns: M.
+    The centre [T] is positive and sums to 1. The directions [T, K >= M - 1] have rank M - 1 modulo
+    the centre.
     """
     count = num_columns - 1
     if count == 0:

@@ -22,13 +22,7 @@ def groups(gram: Gram, num_bases: int) -> Encoding:
     The tasks are put in an order, and the order is cut into M runs of T/M. A task at a cut belongs
     to both groups in part if M does not divide T. Similar tasks have a long mean, so the search
     exchanges two tasks as long as sum_m ||B_m||^2 = Tr(W_e^T G W_e) grows, from several orders.
-
-    Args:
-        num_bases: M, from 1 to T.
-
-    Returns:
-        W_e >= 0 with columns that sum to 1 and rows that sum to M/T, at most T + M - 1 entries of
-        it not zero, and the least-squares decoder.
+    W_e >= 0 has columns that sum to 1, rows that sum to M/T, and at most T + M - 1 entries.
     """
     runs = _runs(gram.size, num_bases)
     random = np.random.default_rng(0)

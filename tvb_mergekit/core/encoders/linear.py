@@ -1,8 +1,7 @@
 """The encoders' common parts: the Gram matrix in square-root form, decoder, loss, bounds, result.
 
-G = F^T F with F = S^(1/2) V^T from one `eigh`. Everything else works on F, never on G again:
-||F X||_F^2 = Tr(X^T G X) without cancellation, and least squares on F W_e. The normal equations
-W_e^T G W_e would square the condition number once more.
+G = F^T F with F = S^(1/2) V^T from one `eigh`. Everything else works on F: ||F X||_F^2 is
+Tr(X^T G X) without cancellation. Normal equations would square the condition number once more.
 """
 
 from __future__ import annotations

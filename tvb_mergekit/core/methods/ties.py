@@ -49,10 +49,7 @@ def trim_elect_merge(bases: Tensor, *, thresholds: Sequence[float], merge_func: 
 
 
 class Histogram:
-    """Counts of magnitudes for `rows` streams of values (one per basis), int64: 9 MB a row.
-
-    Several histograms add up by their `counts`.
-    """
+    """Counts of magnitudes for `rows` streams of values (one per basis), int64: 9 MB a row."""
 
     def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
         self.counts = torch.zeros(rows, BINS, dtype=torch.int64, device=device)
