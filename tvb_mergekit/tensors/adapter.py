@@ -86,13 +86,11 @@ class Adapter(Weights):
     ) -> None:
         """Read the adapter in folder `path` of the model `under`, by default the base itself.
 
+        More than s B A and dense tensors (DoRA, trained biases, ...) is refused.
+
         Args:
             label: the task's name, for messages.
             config: its adapter_config.json, if `path` is the file of its weights.
-
-        Raises:
-            UserError: it is not readable, damaged, not of this base, or more than s B A and dense
-                tensors (DoRA, trained biases, ...).
         """
         self.path, self.label, self.base = Path(path), label, base
         self.under = under or base

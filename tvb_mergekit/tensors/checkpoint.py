@@ -1,8 +1,8 @@
 """Checkpoints on disk as named tensors: read range by range, never whole, never unpickled.
 
 A checkpoint is a folder as Hugging Face writes it (one file, or shards and an index) or one file,
-in safetensors or PyTorch's zip format. Opening it reads headers only, and finds missing or
-truncated shards and an index that points outside its folder.
+in safetensors or PyTorch's zip format. Opening it reads headers only, and finds shards that are
+missing, truncated or code, and an index that points outside its folder or to no tensor.
 """
 
 from __future__ import annotations
@@ -72,13 +72,7 @@ class Checkpoint(Weights):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
-        """Read the headers of the checkpoint at `path`, a folder or one weight file.
-
-        Raises:
-            UserError: no weights there, a shard is missing, truncated or not readable without
-                running code, or the index names a file outside the folder or a tensor that its
-                shard does not hold.
-        """
+        """Read the headers of the checkpoint at `path`, a folder or one weight file."""
         path = Path(path)
         names = {path.name: None} if path.is_file() else _index(path)
         folder = path.parent if path.is_file() else path

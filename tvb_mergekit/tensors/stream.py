@@ -24,21 +24,14 @@ SAMPLE = 1024  # elements at the start, middle and end of each tensor that enter
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Facts of a tensor before it is read.
-
-    Attributes:
-        alias_of: the first name of the same tensor: of the same memory, in memory and in `.bin`,
-            or as `ties.tie` says.
-        offset: of its first byte in the shard; None in a PyTorch file.
-        stored: False for a name that the file lacks.
-    """
+    """Facts of a tensor before it is read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     shard: str = ""
-    alias_of: str | None = None
-    offset: int | None = None
-    stored: bool = True
+    alias_of: str | None = None  # the first name of the same memory, or as `ties.tie` says
+    offset: int | None = None  # of its first byte in the shard; None in a PyTorch file
+    stored: bool = True  # False for a name that the file lacks
 
     @property
     def numel(self) -> int:
@@ -168,24 +161,16 @@ class Part:
     """One model's part of a tensor: read(start, stop, buffer) returns flattened elements.
 
     They are in the buffer, or a view of a tensor that is in memory on any device.
-
-    Attributes:
-        holds: A weight or a delta, its difference from the base's weight.
-        name: The name of the stored tensor. None: the tensor is made of others.
-        shape: The shape of the stored tensor. None: unknown.
-        share: The share of the elements in a random sample, see `Weights.share`.
-        grain: Elements that are decoded together.
-        factors: Those of each matrix, see `Weights.factors_of`.
     """
 
     dtype: torch.dtype
     read: Callable[[int, int, Tensor], Tensor]
-    holds: Holds = "weight"
-    name: str | None = None
-    shape: tuple[int, ...] | None = None
-    share: float = 1.0
-    grain: int = 1
-    factors: Sequence[Factors] | None = None
+    holds: Holds = "weight"  # or a delta, the difference from the base's weight
+    name: str | None = None  # of the stored tensor; None: it is made of others
+    shape: tuple[int, ...] | None = None  # of the stored tensor; None: unknown
+    share: float = 1.0  # of the elements in a random sample, see `Weights.share`
+    grain: int = 1  # elements that are decoded together
+    factors: Sequence[Factors] | None = None  # of each matrix, see `Weights.factors_of`
 
     @classmethod
     def of(cls, weights: Weights, name: str, holds: Holds = "weight") -> Part:
@@ -205,26 +190,21 @@ class Item:
     """One tensor of a pass.
 
     Attributes:
-        base: theta_0; may be None if no input needs it.
-        inputs: One part of each task vector. An item without inputs is the base's own.
-        out: The dtype of its outputs.
         counted_as: The name under which the tensor counts in the Gram matrix: its own, or the first
             name of a tensor that is stored once and has several. None: the base's own.
-        tunables: The values of lambda, alpha and density; None: the base's own, in a merge.
         load: Gives the tensors of `parts` complete, if they cannot be read in pieces. A pass calls
             it just before it reads them, and drops them afterwards.
-        first: The place of its first element, if it is one matrix of a larger tensor.
     """
 
     name: str
     shape: tuple[int, ...]
-    base: Part | None
-    inputs: tuple[Part, ...]
-    out: torch.dtype = torch.float32
+    base: Part | None  # theta_0; None if no input needs it
+    inputs: tuple[Part, ...]  # of each task vector; an item without inputs is the base's own
+    out: torch.dtype = torch.float32  # of its outputs
     counted_as: str | None = None
-    tunables: Tunables | None = None
+    tunables: Tunables | None = None  # lambda, alpha, density; None: the base's own, in a merge
     load: Callable[[], Sequence[Tensor]] | None = None
-    first: int = 0
+    first: int = 0  # the place of its first element, if it is one matrix of a larger tensor
 
     @property
     def numel(self) -> int:

@@ -30,37 +30,23 @@ class TaskSet:
     """T task vectors under one base.
 
     Whoever knows the models makes it once: mergekit's planner, name matching, adapters or a store.
-
-    Attributes:
-        tasks: T unique names.
-        weights: The scale of each task vector, [T], none zero.
-        items: The tensors that count in the Gram matrix, each once.
-        base, sources: theta_0 and the T models; empty for tensors that a caller holds.
-        base_model, models: Their names, as the user wrote them.
-        left_out: Tensor -> reason why it stays the base's.
-        tied: A tensor of the base that is tied to another -> the one that counts.
-        sums: The unweighted Gram matrix, if it is known.
-        unchanged: The elements of tensors that no adapter changes: zeros of each task vector.
-        folder: The base's folder, for its config.json and tokenizer.
-        varying: `lambda`, `alpha` and `density` as the recipe has them.
-        dtype: The recipe's output dtype.
     """
 
     settings: Settings
-    tasks: Sequence[str]
-    weights: Sequence[float]
-    items: Sequence[Item]
+    tasks: Sequence[str]  # T unique names
+    weights: Sequence[float]  # the scale of each task vector, none zero
+    items: Sequence[Item]  # the tensors that count in the Gram matrix, each once
     base: Weights = NO_WEIGHTS
-    base_model: str = ""
+    base_model: str = ""  # as the user wrote it, and so the models
     models: Sequence[str] = ()
-    sources: Sequence[Weights] = ()
-    left_out: dict[str, str] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    sums: GramSums | None = None
-    unchanged: int = 0
-    folder: Path | None = None
-    varying: Mapping[str, Any] = field(default_factory=dict)
-    dtype: str | None = None
+    sources: Sequence[Weights] = ()  # the T models; none of tensors that a caller holds
+    left_out: dict[str, str] = field(default_factory=dict)  # tensor -> why it stays the base's
+    tied: dict[str, str] = field(default_factory=dict)  # tensor of the base -> the one that counts
+    sums: GramSums | None = None  # the unweighted Gram matrix, if it is known
+    unchanged: int = 0  # elements of tensors that no adapter changes: zeros of each task vector
+    folder: Path | None = None  # of the base's config.json and tokenizer
+    varying: Mapping[str, Any] = field(default_factory=dict)  # keys as the recipe has them
+    dtype: str | None = None  # of the recipe's output
 
     @property
     def names(self) -> list[str]:
