@@ -142,7 +142,7 @@ def replaced(place: str, value: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def owner_of(place: str) -> tuple[Any, str]:
-    """What has the name, and the last part of the name."""
+    """The module or class that has the name, and the last part of the name."""
     module, _, path = place.partition(":")
     *outer, attribute = path.split(".")
     found = importlib.import_module(f"mergekit.{module}")

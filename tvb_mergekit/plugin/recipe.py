@@ -72,7 +72,7 @@ def read_recipe(config: MergeConfiguration, listed: Listed | None = None) -> Rec
     """The recipe in a configuration of one of our methods.
 
     Args:
-        listed: the vectors of a store, for which the models stand.
+        listed: a store whose vectors the models are.
 
     Raise UserError if a key, value, model or task name is wrong or missing.
     """

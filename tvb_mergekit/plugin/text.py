@@ -1,4 +1,4 @@
-"""The text of a recipe, and what tells ours from others: strict YAML, a known method.
+"""The text of a recipe: strict YAML, a known method, and whether the method is ours.
 
 The stock commands read every recipe by this module, which imports no torch.
 """
