@@ -181,7 +181,7 @@ REFUSED: dict[str, str] = {
     "add store new-model --task n --compress x": "'x' is not one of 'ae', 'balanced'",
     "add store new-model --task n --no-such": "No such option",
     "remove store --task": "Option '--task' requires an argument",
-    "inspect nope": "nope: no such folder",
+    "inspect nope": "nope is not a store (no such folder",
     "inspect math": "math is not a store",
     "build recipe.yml base": "is the input base",
     "build recipe.yml out --device gpu": "device `gpu` cannot be used here: Expected one of cpu",

@@ -24,7 +24,6 @@ import yaml
 LOG = logging.getLogger(__name__)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of what is written
 Described = TypeVar("Described", bound=pydantic.BaseModel)
-SMALLER = "use fewer bases or smaller batches, or another device"
 
 
 class UserError(ValueError):
@@ -73,7 +72,7 @@ def _line(error: BaseException, planning: bool, out: str) -> str | None:
         full = getattr(error, "errno", None) in FULL or "while serializing" in text
         return f"cannot write {out or 'the output'}: {text}" if full else text
     if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text:
-        return f"{text}; {SMALLER}"  # torch's own, on a device and in main memory
+        return f"{text}; use fewer bases, smaller batches or another device"  # torch's own
     if planning and isinstance(error, RuntimeError | ValueError):
         return f"mergekit cannot plan this merge: {text}"
     # An HTTP library raised it; huggingface_hub's depends on its version.

@@ -164,7 +164,7 @@ def _figure(found: Inspection) -> Figure:
 
 
 def _matrix(values: Array, names: Sequence[str], heads: Sequence[str], axes: Axes) -> None:
-    """A heat map of a matrix [T, T] or [T, M], with its numbers if they are few."""
+    """A heat map of a matrix [T, T] or [T, M], whose numbers the tables have."""
     # A diagonal of ones is known. The other entries, often small, set the range of the colours.
     known = np.eye(len(values)) if heads is names else 0.0
     limit = float(np.abs(values - known).max()) or 1.0
@@ -174,10 +174,6 @@ def _matrix(values: Array, names: Sequence[str], heads: Sequence[str], axes: Axe
     axes.set_xticks(range(len(heads)), heads, rotation=90, size=8)
     axes.set_yticks(range(len(names)), names, size=8)
     axes.figure.colorbar(image, ax=axes, extend="max" if values.max() > limit else "neither")
-    light = np.asarray(image.to_rgba(values))[:, :, :3] @ (0.3, 0.6, 0.1)
-    for (row, column), value in np.ndenumerate(values) if max(values.shape) <= WIDE else ():
-        colour, shown = "white" if light[row, column] < 0.5 else "black", round(value, 2) + 0.0
-        axes.text(column, row, f"{shown:.2f}", ha="center", va="center", size=7.5, color=colour)
 
 
 def _bars(values: Sequence[float], names: Sequence[str], axes: Axes) -> None:

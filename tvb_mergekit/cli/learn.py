@@ -51,7 +51,6 @@ STEPS = [
     flag("--checkpointing", help="Less memory for activations, a third more time."),
 ]
 NONNEGATIVE = flag("--nonnegative", help="Learn square roots of the coefficients.")
-DATA = "--data math=m.jsonl --data code=c.jsonl"
 BLOCKS, DEPTH = click.IntRange(1, 1000), click.IntRange(1, 2)
 METHODS: dict[str, tuple[str, list[cli.Body]]] = {
     "fisher": ("Weight entries by their Fisher information.", [

@@ -45,7 +45,6 @@ def score(paths: tuple[str, ...], out: str | None, **values: Any) -> None:
       lm_eval ... pretrained=./math ... --output_path out/math --log_samples
       tvb score out/ta --specialist math=out/math --partial --out scores
       tvb score ta=out/ta ae=out/ae --base out/base --specialist out/specialists
-      tvb score ta=out/ta --reference paper --show-reference
       tvb score --reference paper --show-reference      the paper's own table
     """
     from rich.console import Console

@@ -72,7 +72,6 @@ def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
     Example:
       tvb inspect recipe.yml
       tvb inspect ./store --plot store.png
-      tvb inspect ./merged --json
     """
     from rich.console import Console
 

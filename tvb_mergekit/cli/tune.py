@@ -48,7 +48,6 @@ def tune(recipe: str, tasks: str, out: str, **values: Any) -> None:
     \b
     Example:
       tvb tune recipe.yml --tasks copa,rte --out tuned
-      tvb tune recipe.yml --tasks copa --limit 200 --search brent --out brent
       tvb tune forget.yml --tasks copa --control rte --out rest
     """
     if find_spec("lm_eval") is None:
