@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from tvb_mergekit.core.basis import unlike
 from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.settings import VARYING_KEYS, check_tasks
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, check_known
 from tvb_mergekit.store.build import (
     Warn,
     build_store,
@@ -30,7 +31,7 @@ from tvb_mergekit.store.build import (
     states_of,
     written,
 )
-from tvb_mergekit.store.change import Change, changing
+from tvb_mergekit.store.change import changing
 from tvb_mergekit.store.facts import StoreFacts, Vector
 from tvb_mergekit.store.recipes import times
 from tvb_mergekit.store.report import errors_of, losses_of, versions
@@ -63,64 +64,47 @@ def add_task(
         UserError: another base, tensors that differ from the store's, a task name that is there,
             a budget that does not fit, no room, a doubt. The store stays as it was.
     """
-    if compress not in (None, *online.COMPRESSIONS):
-        ways = ", ".join(online.COMPRESSIONS)
-        raise UserError(f"--compress {compress}: expected one of {ways}")
-    how = budget, compress, dtype, doubt
-    if store is None or isinstance(store, Bases):
-        return _grown(store, None, inputs_for(store), engine, *how)
-    with changing(store, new=True) as change:
-        bases = load(change.store) if change.facts else None
-        return _grown(bases, change, inputs_for(bases), engine, *how)
+    if compress is not None:
+        check_known(compress, online.COMPRESSIONS, f"--compress {compress}")
+    with ExitStack() as stack:
+        change, bases = None, store if isinstance(store, Bases) else None
+        if store is not None and not isinstance(store, Bases):
+            change = stack.enter_context(changing(store, new=True))
+            bases = load(change.store) if change.facts else None
+        inputs = inputs_for(bases)
+        budget = bases.facts.budget if bases and budget is None else budget
+        if budget is not None and budget < 2:
+            said = "expected 2 or more, one basis for the previous tasks and one for the new task"
+            raise UserError(f"the budget is {budget}: {said}")
+        if bases is None:
+            own, first = dtype or (None if change else torch.float32), _first(inputs)
+            how = engine, own, 0, doubt, budget, compress
+            return build_store(first, change, *how)
+        found = _next(bases, inputs, engine, budget, compress, dtype, doubt)
+        facts, tensors, kept, items, matrix = found
+        planned, squares = facts.vectors[kept:], [0.0] * (len(facts.vectors) - kept)
+        given, sources = replace(inputs, items=items), bases.sources[:kept]
+        if change is None:
+            dense = {"codec": "dense", "dtype": bases.facts.vectors[0].dtype}
+            planned = [vector.but(**dense) for vector in planned]
+            sources = [*sources, *states_of(given, planned, matrix, engine)]
+        else:
+            planned, squares = written(change, given, planned, matrix, engine)
+            inputs.check_unchanged()
+        errors, task = facts.errors, facts.tasks[-1]
+        if facts.whole:
+            norm = facts.norms[task] / abs(facts.parameters["weights"][task])
+            errors = {**errors, task: lost(planned[-1], squares[-1], norm)}
+        facts = facts.but(vectors=[*facts.vectors[:kept], *planned], errors=errors)
+        return change.commit(facts, tensors) if change else Bases(facts, tensors, sources)
 
 
-def _grown(
-    bases: Bases | None,
-    change: Change | None,
-    inputs: TaskSet,
-    engine: Engine,
-    budget: int | None,
-    compress: str | None,
-    dtype: torch.dtype | None,
-    doubt: Warn,
-) -> Bases:
-    """The bases with one more task, in a change of their store or in memory."""
-    budget = bases.facts.budget if bases and budget is None else budget
-    if budget is not None and budget < 2:
-        said = "expected 2 or more, one basis for the previous tasks and one for the new task"
-        raise UserError(f"the budget is {budget}: {said}")
-    if bases is None:
-        # The first task is kept as it is; keys of `ae` are for later rounds.
-        settings = inputs.settings.but(basis="none", num_bases=None)
-        now = {*settings.in_force(), "num_bases", "basis_ratio"}
-        later = {key: value for key, value in inputs.settings.given.items() if key not in now}
-        first = replace(inputs, settings=settings, varying={**inputs.varying, **later})
-        return build_store(
-            first,
-            change,
-            engine,
-            dtype=dtype or (None if change else torch.float32),
-            warn=doubt,
-            budget=budget,
-            compress=compress,
-        )
-    found = _next(bases, inputs, engine, budget, compress, dtype, doubt)
-    facts, tensors, kept, items, matrix = found
-    planned, squares = facts.vectors[kept:], [0.0] * (len(facts.vectors) - kept)
-    given, sources = replace(inputs, items=items), bases.sources[:kept]
-    if change is None:
-        dense = {"codec": "dense", "dtype": bases.facts.vectors[0].dtype}
-        planned = [vector.but(**dense) for vector in planned]
-        sources = [*sources, *states_of(given, planned, matrix, engine)]
-    else:
-        planned, squares = written(change, given, planned, matrix, engine)
-        inputs.check_unchanged()
-    errors, task = facts.errors, facts.tasks[-1]
-    if facts.whole:
-        norm = facts.norms[task] / abs(facts.parameters["weights"][task])
-        errors = {**errors, task: lost(planned[-1], squares[-1], norm)}
-    facts = facts.but(vectors=[*facts.vectors[:kept], *planned], errors=errors)
-    return change.commit(facts, tensors) if change else Bases(facts, tensors, sources)
+def _first(inputs: TaskSet) -> TaskSet:
+    """The first task of a store, which is kept as it is; keys of `ae` are for later rounds."""
+    settings = inputs.settings.but(basis="none", num_bases=None)
+    now = {*settings.in_force(), "num_bases", "basis_ratio"}
+    later = {key: value for key, value in inputs.settings.given.items() if key not in now}
+    return replace(inputs, settings=settings, varying={**inputs.varying, **later})
 
 
 def _next(

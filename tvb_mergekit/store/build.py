@@ -64,7 +64,6 @@ def build_store(
     inputs: TaskSet,
     out: str | os.PathLike[str] | Change | None,
     engine: Engine = Engine(),
-    *,
     dtype: torch.dtype | None = None,
     keep: float = 0,
     warn: Warn = LOG.warning,
