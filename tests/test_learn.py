@@ -290,12 +290,20 @@ def test_what_is_refused(case: Case, tmp_path: Path) -> None:
 
 
 def test_tensors_that_one_model_ties(tmp_path: Path) -> None:
+    """The merge is that of models of which each has two tensors."""
     models = worlds.one_untied(tmp_path / "models")
-    words = data_words(tmp_path, {task: [{"text": "t1 t2"}] for task in models.tasks})
-    source = write(models.recipe(basis="none"), tmp_path / "r")
-    for method in ("fisher", "atlas"):
-        line = refused("learn", source, method, *words, "--out", tmp_path / "out", "--quiet")
-        assert "are tied in one model, and two in others" in line
+    words = data_words(tmp_path, {task: lines(k) for k, task in enumerate(models.tasks)})
+    source, methods = write(models.recipe(basis="none"), tmp_path / "r"), ("fisher", "atlas")
+    for method in methods:
+        tvb("learn", source, method, *words, "--out", tmp_path / method, "--quiet")
+    for path, state in zip((models.base, *models.listed), models.states, strict=True):
+        worlds.save(Path(path), state)
+        worlds.configure(Path(path), tie_word_embeddings=False)
+    for method in methods:
+        tvb("learn", source, method, *words, "--out", tmp_path / "apart" / method, "--quiet")
+        found, base = load(tmp_path / method), models.states[0]
+        assert not found[worlds.HEAD].equal(found[worlds.EMBEDDING])
+        assert_near(found, load(tmp_path / "apart" / method), base)
 
 
 def test_chat_templates_cut_prompts_and_missing_tokenizers(tmp_path, caplog):

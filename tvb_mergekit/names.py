@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 # Tensors of two dimensions that are not linear maps between activations, and those over tokens
 _VECTORS = re.compile(
@@ -17,11 +18,19 @@ INPUT_EMBEDDING = re.compile(
     r"\b(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings|shared)\.weight$"
 )
 OUTPUT_EMBEDDING = re.compile(
-    r"\b(lm_head|lm_head\.decoder|embed_out|cls\.predictions\.decoder|vocab_projector|proj_out)"
-    r"\.weight$"
+    r"\b(lm_head|lm_head\.decoder|embed_out|predictions\.decoder|generator_lm_head"
+    r"|vocab_projector|proj_out)\.weight$|^decoder\.weight$"
 )
 
 EXPERT = re.compile(r"\bexperts\.(\d+)\.")  # one of several, with its number
+# Of normalized weights and BERT's norms, which transformers loads by either name
+_OLD = {
+    "weight_g": "parametrizations.weight.original0",
+    "weight_v": "parametrizations.weight.original1",
+    "LayerNorm.gamma": "LayerNorm.weight",
+    "LayerNorm.beta": "LayerNorm.bias",
+}
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 MLP = re.compile(r"^(?:.*?\.)?(?:mlp|ffn|feed_forward)(?=\.)")
 LAYER = re.compile(r"^((.*?)\.(\d+))\.")  # beginning of the names in a layer: module, number
 
@@ -50,6 +59,30 @@ def is_linear(name: str, dimensions: int) -> bool:
 def has_experts_in_out(model_type: str | None) -> bool:
     """Whether stacked experts are stored as [experts, inputs, outputs]."""
     return model_type in _IN_OUT
+
+
+def renamed(
+    missing: Mapping[str, tuple[int, ...]], extra: Mapping[str, tuple[int, ...]]
+) -> tuple[str, str] | None:
+    """The first two names of one tensor: with the same shape, and numbers of layers and experts.
+
+    One has all parts of the other, and maybe those of a wrapper (`_orig_mod`, `base_layer`).
+    """
+    alike: dict[object, list[str]] = {}
+    for name, shape in extra.items():
+        alike.setdefault((shape, *_NUMBER.findall(name)), []).append(name)
+    for name, shape in missing.items():
+        parts = _parts(name)
+        for other in alike.get((shape, *_NUMBER.findall(name)), ()):
+            if parts <= _parts(other) or _parts(other) <= parts:
+                return name, other
+    return None
+
+
+def _parts(name: str) -> Counter[str]:
+    for old, new in _OLD.items():
+        name = name.replace(old, new)
+    return Counter(name.split("."))
 
 
 def tied_uses(names: Iterable[str]) -> list[str]:

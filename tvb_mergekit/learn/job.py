@@ -29,7 +29,7 @@ from tvb_mergekit.learn.data import Example
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.store.attach import Live, attach
+from tvb_mergekit.store.attach import Live, attach, untie
 from tvb_mergekit.store.facts import FOLDER
 from tvb_mergekit.store.routing import LEARNED
 from tvb_mergekit.tensors.adapter import Adapter
@@ -165,10 +165,9 @@ class TaskBases:
                 raise UserError(f"{text}; {SAVE_AGAIN}")
             LOG.warning("%s: nothing is learned of them, unless you %s", text, SAVE_AGAIN)
         first: dict[int, str] = {}
-        for name, parameter in found.items():
-            if (other := first.setdefault(id(parameter), name)) != name:
-                said = f"tensors `{other}` and `{name}` are tied in one model, and two in others"
-                raise UserError(f"{said}; set `exclude` to one of them")
+        for name, parameter in found.items():  # tied in this model, and two tensors in others
+            if first.setdefault(id(parameter), name) != name:
+                found[name] = untie(model, stored[name])
         return found
 
 

@@ -44,6 +44,7 @@ merge:_model_out_config
 merge:_update_config_vocab
 merge:_set_chat_template
 merge:_copy_tokenizer
+merge:_get_donor_model
 plan:MergePlanner._plan
 plan:MergePlanner.plan_tensor
 plan:MergePlanner.plan_layer

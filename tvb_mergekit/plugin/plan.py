@@ -18,7 +18,6 @@ from tvb_mergekit.core.basis import Basis, Combination, Tunables, over_bases, wa
 from tvb_mergekit.core.gram import check_copied
 from tvb_mergekit.core.settings import VARYING_KEYS
 from tvb_mergekit.errors import UserError, listed, refusing
-from tvb_mergekit.names import OF_FUNCTION
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.sources import Candidate, Source
 from tvb_mergekit.progress import bars
@@ -28,7 +27,14 @@ from tvb_mergekit.tensors import merging, ranks
 from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint
 from tvb_mergekit.tensors.merging import check_matrices
 from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, device_of
-from tvb_mergekit.tensors.taskset import EXCLUDED, UNCHANGED, TaskSet, check_most, why_left_out
+from tvb_mergekit.tensors.taskset import (
+    EXCLUDED,
+    UNCHANGED,
+    TaskSet,
+    check_most,
+    check_renamed,
+    why_left_out,
+)
 
 LOG = logging.getLogger(__name__)
 
@@ -80,9 +86,6 @@ class MergedTensors:
                 lacking[each.weight.name] = having[0]
         for name, model in lacking.items():
             self.left_out[name] = f"in {model}, but not in the base; not written"
-        if lacking:
-            told = "%d tensors are in models, but neither in the base nor in the merge: %s"
-            LOG.warning(told, len(lacking), listed([*lacking]))
 
         def place(item: Item) -> tuple[str, int]:
             name = item.base.name if item.base else None
@@ -90,21 +93,28 @@ class MergedTensors:
 
         self.items = sorted(made, key=place)
         if self.recipe.bases is None:
-            self._check_missing()
+            self._check_missing(lacking)
+        if lacking:
+            told = "%d tensors are in models, but neither in the base nor in the merge: %s"
+            LOG.warning(told, len(lacking), listed([*lacking]))
 
-    def _check_missing(self) -> None:
+    def _check_missing(self, lacking: Mapping[str, str]) -> None:
         """Warn of tensors that a model lacks. Raise UserError if they are most of the base."""
         reasons = {name: why for name, why in self.left_out.items() if why.startswith("missing")}
         floating = [i for i in self.items if i.base is not None and i.base.dtype.is_floating_point]
         part = sum(item.numel for item in floating if item.name in reasons)
         whole = part + sum(item.numel for item in floating if item.tunables is not None)
-        first, models = next(iter(reasons), ""), self.recipe.models
-        held = (name for model in models for name in self.checkpoints[model].tensors)
-        longer = [f", but {n}: save it without the prefix" for n in held if n.endswith(f".{first}")]
+        for task, model in zip(self.recipe.tasks, self.recipe.models, strict=True):
+            held = self.checkpoints[model].tensors
+            extra = {n: held[n].shape for n in lacking if n in held and held[n].stored}
+            check_renamed({i.name: i.shape for i in floating if i.name in reasons}, extra, task)
         which = f"{len(reasons)} {listed(sorted(set(reasons.values())))} ({listed([*reasons])})"
-        check_most(part, whole, f"{which}{''.join(longer[:1])}")
-        for name, why in reasons.items():
-            LOG.warning("tensor `%s` is not in %s: it stays the base's", name, why[11:])
+        check_most(part, whole, which)
+        for why in sorted(set(reasons.values())):
+            names = [name for name, own in reasons.items() if own == why]
+            LOG.warning(
+                "not in %s, so the base's: %s", why.removeprefix("missing in "), listed(names)
+            )
 
     def _item(self, given: Candidate) -> Item:
         recipe, name, whole = self.recipe, given.weight.name, given.load
@@ -310,15 +320,6 @@ class Plan:
         if bases is not None:
             facts = facts.but(from_store=bases.place)
         return facts if learned is None else facts.but(method=learned.method), tensors
-
-
-def compare_configs(recipe: Recipe, configs: Sequence[Mapping[str, Any]]) -> None:
-    """Warn of a model whose configuration gives equal weights another function."""
-    base = {key: value for key, value in configs[0].items() if OF_FUNCTION.search(key)}
-    for task, own in zip(recipe.tasks, configs[1:], strict=True):
-        new = [f"{k} {own.get(k)} (base: {v})" for k, v in base.items() if own.get(k) != v]
-        if new:  # the merged model has the base's configuration
-            LOG.warning("task `%s` uses its weights otherwise than the base: %s", task, listed(new))
 
 
 def engine_of(options: MergeOptions) -> Engine:

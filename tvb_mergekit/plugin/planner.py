@@ -7,12 +7,16 @@ are checked before a tensor is read or a file downloaded.
 
 from __future__ import annotations
 
+import logging
 import os
+import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from glob import glob
 from typing import Any
 
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from mergekit.architecture import WeightInfo, get_architecture_info
 from mergekit.architecture.json_definitions import _load_architecture_json
 from mergekit.common import ModelReference
@@ -22,11 +26,11 @@ from mergekit.merge import _model_out_config
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 
+from tvb_mergekit import hub
 from tvb_mergekit.errors import UserError, listed, one_line, refusing
-from tvb_mergekit.hub import may_be_on_the_hub
 from tvb_mergekit.names import LAYER, tied_uses
 from tvb_mergekit.plugin.document import Document
-from tvb_mergekit.plugin.plan import MergedTensors, Plan, compare_configs, engine_of
+from tvb_mergekit.plugin.plan import MergedTensors, Plan, engine_of
 from tvb_mergekit.plugin.recipe import Recipe, identity_of
 from tvb_mergekit.plugin.sources import (
     candidate,
@@ -40,9 +44,10 @@ from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint
 from tvb_mergekit.tensors.merging import settings_over
 from tvb_mergekit.tensors.stream import Weights
-from tvb_mergekit.tensors.taskset import check_words
+from tvb_mergekit.tensors.taskset import check_words, doubts
 from tvb_mergekit.tensors.ties import tie
 
+LOG = logging.getLogger(__name__)
 # mergekit's definition of an architecture without any tensor: all are planned by name.
 UNKNOWN = """{"model_type": "", "architectures": [], "pre_weights": [], "post_weights": [],
 "layer_templates": {"weights": []}, "override_num_layers": 0}"""
@@ -81,10 +86,6 @@ def _plan(document: Document, options: MergeOptions, zeros: Collection[str]) -> 
     task = planner._tokenizer_task
     # mergekit orders new tokens by a set, whose order differs between processes.
     tokenizer = None if task is None else world.led(lambda: _tokenizer(task, recipe))
-    configs = [model.config(trust_remote_code=options.trust_remote_code) for model in held]
-    compare_configs(
-        recipe, [(getattr(config, "text_config", None) or config).to_dict() for config in configs]
-    )
     dtypes = document.dtype, document.config.out_dtype
     tensors = MergedTensors(recipe, held, *dtypes, zeros=zeros)
     made = (candidate(held, w, task, tokenizer, options) for w, task in planner._tensors)
@@ -92,9 +93,10 @@ def _plan(document: Document, options: MergeOptions, zeros: Collection[str]) -> 
     for weights in held.values():
         if isinstance(weights, Adapter):
             weights.check_claimed()
-    if tokenizer is None:
-        names = [item.name for item in tensors.items if item.tunables is not None]
-        check_words([*held.values()], recipe.tasks, names)
+    models, names = [*held.values()], [i.name for i in tensors.items if i.tunables is not None]
+    told = doubts(models, recipe.tasks, options.trust_remote_code)
+    for line in told if tokenizer else told + check_words(models, recipe.tasks, names):
+        LOG.warning("%s", line)
     own = planner.arch_info, planner.out_model_config
     return Plan(recipe, options, engine, tensors, tokenizer, *own)
 
@@ -146,7 +148,19 @@ def _opened(
 
 def _local(model: ModelReference, options: MergeOptions) -> Checkpoint:
     """A model, which is downloaded if it is a name on the Hub."""
-    return Checkpoint.open(model.local_path(options.transformers_cache))
+    return Checkpoint.open(_folder(model, options))
+
+
+def _folder(model: ModelReference, options: MergeOptions) -> str:
+    """A model's folder. mergekit downloads no chat template, and asks the Hub for a list of files
+    even offline."""
+    path, revision, cache = model.model.path, model.model.revision, options.transformers_cache
+    if os.path.exists(path):
+        return str(path)
+    found = hub.snapshot(path, revision, cache)
+    if HF_HUB_OFFLINE or glob(f"{found}/*.safetensors"):
+        return found
+    return str(model.local_path(cache))
 
 
 def _adapts(model: ModelReference, base: ModelReference) -> bool:
@@ -168,7 +182,7 @@ def _opened_adapter(
         under = opened
     under = under or _local(ModelReference(model=model.model), options)
     try:
-        place = ModelReference(model=model.lora).local_path(options.transformers_cache)
+        place = _folder(ModelReference(model=model.lora), options)
     except (OSError, ValueError) as error:
         plus = "mergekit reads `+` in a model as MODEL+ADAPTER"
         raise UserError(f"adapter {model.lora}: {plus}: {one_line(error)}") from error
@@ -197,11 +211,37 @@ def planned_by_mergekit(
         raise UserError(f"`modules`: without {listed(lacking)} the merge is not a whole model")
     sliced = config.slices or any(each.slices for each in (config.modules or {}).values())
     out = _model_out_config(config, architecture, trust_remote_code=options.trust_remote_code)
+    if config.slices:
+        given = config.base_model.config(trust_remote_code=options.trust_remote_code)
+        _slice_layers(config, given.get_text_config(), out.get_text_config())
+    with tempfile.TemporaryDirectory() as folder:  # transformers checks it when it is saved
+        try:
+            out.save_pretrained(folder)
+        except Exception as error:  # of its own kind in each class
+            raise UserError(f"the merge's configuration: {one_line(error)}") from error
     planner = _Planner(config, architecture, options, out)
     planner.find_unknown(base, bool(sliced))
     planner._plan()  # its plan_in_memory fails for all methods of mergekit's own
     planner.plan_others()
     return planner
+
+
+def _slice_layers(config: MergeConfiguration, given: Any, out: Any) -> None:
+    """Let the number of layers, and lists with an entry for each, follow the recipe's slices.
+
+    mergekit sets the number alone, and not for models without a definition.
+
+    Args:
+        given: The base's configuration.
+        out: The merge's.
+    """
+    listed = (source for each in config.slices or () for source in each.sources)
+    ranges = [source.layer_range for source in listed if source.model == config.base_model]
+    order, count = [n for each in ranges for n in range(*each)], given.num_hidden_layers
+    for key, value in given.to_dict().items():
+        if isinstance(value, list) and len(value) == count and "layer" in key:
+            setattr(out, key, [value[layer] for layer in order])
+    out.num_hidden_layers = len(order)
 
 
 class _Planner(MergePlanner):
@@ -210,6 +250,7 @@ class _Planner(MergePlanner):
     Attributes:
         of_layers: Module -> beginnings and endings of names in its layers, around the number.
         others: Other names that the definition lacks -> their place in a gradient, from 0 to 1.
+        seen: The tensors of the merge that are planned.
         extra: Tensors that base and definition lack -> a model that has them.
     """
 
@@ -245,7 +286,7 @@ class _Planner(MergePlanner):
                     f"`slices`: mergekit does not know the layer of tensor `{name}`; list the "
                     "models under `models`"
                 )
-        self.extra: dict[str, str] = {}
+        self.seen, self.extra = set[str](), dict[str, str]()
         for reference in self.config.referenced_models():
             weights = LoaderCache().get(reference).checkpoint
             if extra := weights.tensors.keys() - base.tensors.keys():
@@ -256,7 +297,11 @@ class _Planner(MergePlanner):
     def plan_tensor(
         self, weight: WeightInfo, weights_in: Any, models: Any, cfg_reader: ConfigReader
     ) -> None:
-        """As mergekit's, whose own search for optional tensors with aliases fails (BERT)."""
+        """As mergekit's, whose own search for optional tensors with aliases fails (BERT), and
+        which plans a tensor of two modules twice (Qwen2.5-VL)."""
+        if weight.name in self.seen:
+            return
+        self.seen.add(weight.name)
         stored = [LoaderCache().get(model).index.tensor_paths for model in models]
         pairs = zip(weights_in, stored, strict=True)
         if not weight.optional or any(
@@ -303,7 +348,7 @@ def check_model(model: ModelReference, options: MergeOptions, weights: bool) -> 
     Raise UserError if a folder, its configuration or its weights are missing or damaged.
     """
     path = model.model.path
-    if not os.path.isdir(path) and not may_be_on_the_hub(path):
+    if not os.path.isdir(path) and not hub.may_be_on_the_hub(path):
         raise UserError(
             f"model {path}: no such folder (from {os.getcwd()}); recipes expand neither `~` nor `$`"
         )

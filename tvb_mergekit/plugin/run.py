@@ -49,11 +49,12 @@ WITHOUT_EFFECT = set(
     "async_write clone_tensors lazy_unpickle lora_merge_cache lora_merge_dtype low_cpu_memory "
     "multi_gpu read_to_gpu write_threads".split()
 )
-# Files of the base that loaders of the merge need: for generation, images and sounds, the model's
-# own code, sentence-transformers
+# Files of the base that loaders of the merge need: for generation, images and sounds, own code, and
+# sentence-transformers with its modules
 COMPANIONS = (
     "generation_config.json *processor_config.json *.py modules.json *sentence*.json [0-9]_[A-Z]*/"
 ).split()
+OF_TOKENIZER = "tekken.json *.tiktoken additional_chat_templates/".split()
 
 
 def merge(document: Document, out: str, options: MergeOptions) -> None:
@@ -142,18 +143,20 @@ def _write_companions(plan: Plan, document: Document, folder: Path) -> None:
         stock._set_chat_template(tokenizer, config)
         tokenizer.save_pretrained(folder)
     elif options.copy_tokenizer:
+        donor = config.base_model, str(plan.base.folder)  # mergekit would ask the Hub for it
         try:
-            stock._copy_tokenizer(config, str(folder), options=options)
+            with replaced("merge:_get_donor_model", lambda _original: lambda *_, **__: donor):
+                stock._copy_tokenizer(config, str(folder), options=options)
         except Exception as error:  # a tokenizer's own code may raise any
             told = "the tokenizer could not be copied; the merge is complete: %s"
             LOG.error(told, one_line(error))
     elif config.chat_template:
         LOG.warning("`chat_template` is not saved: the merge has no tokenizer")
-    source = plan.base.folder
-    for file in (file for pattern in COMPANIONS for file in source.glob(pattern)):
+    patterns = [*COMPANIONS, *(OF_TOKENIZER if not tokenizer and options.copy_tokenizer else ())]
+    for file in (file for pattern in patterns for file in plan.base.folder.glob(pattern)):
         place = folder / file.name
-        if file.is_dir():  # a module of sentence-transformers
-            shutil.copytree(file, place)
+        if file.is_dir():
+            shutil.copytree(file, place, dirs_exist_ok=True)
             if weight_files(file):
                 LOG.warning("%s: its weights are copied from the base, not merged", file.name)
         elif not place.exists():

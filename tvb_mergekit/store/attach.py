@@ -189,17 +189,17 @@ def moving_tensors(model: nn.Module, bases: Bases, base: Weights) -> dict[str, T
                 raise UserError(f"{said} one alone; load both apart (`tie_word_embeddings=False`)")
             apart.append(name)
     check_weights(model, base)
-    live |= {name: _untied(model, name) for name in apart}
+    live |= {name: untie(model, name).detach() for name in apart}
     return {n: t for n, t in live.items() if bases.stored_name(n) and first.get(_memory(t), n) == n}
 
 
-def _untied(model: nn.Module, name: str) -> Tensor:
-    """The tensor of a parameter, which gets memory of its own."""
+def untie(model: nn.Module, name: str) -> nn.Parameter:
+    """A parameter that gets memory of its own."""
     owner, _, last = name.rpartition(".")
     own = nn.Parameter(model.get_parameter(name).detach().clone(), requires_grad=False)
     setattr(model.get_submodule(owner), last, own)
     getattr(model, "config", SimpleNamespace()).tie_word_embeddings = False
-    return own.detach()
+    return own
 
 
 def check_weights(model: nn.Module, base: Weights) -> None:

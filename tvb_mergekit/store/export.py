@@ -10,6 +10,7 @@ from __future__ import annotations
 import filecmp
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -46,6 +47,8 @@ from tvb_mergekit.tensors.ties import say_untied
 LOSSY = 0.3  # relative error of a reconstructed task beyond which an export warns
 REST, ABOUT = "rest.safetensors", "original.json"
 ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".codes", ".py")
+# Files of folders: the modules of sentence-transformers
+INNER = re.compile(r"(\d_[A-Z]\w*|additional_chat_templates)/\w[\w.-]*")
 
 
 def items_of(
@@ -184,11 +187,17 @@ def lost_of(bases: Bases, task: str) -> str:
     )
 
 
-def companions(folder: Path | None) -> list[Path]:
-    """The configuration, tokenizer and own code in the folder of a model."""
-    every = sorted(folder.iterdir()) if folder else []
-    own = (file for file in every if file.name.endswith(ENDINGS) and file.is_file())
-    return [file for file in own if not file.name.endswith(".index.json")]
+def companions(folder: Path | None) -> dict[str, Path]:
+    """The configuration, tokenizer, own code and modules in the folder of a model, by their names,
+    with "/" for a folder in between."""
+    every = sorted([*folder.glob("*"), *folder.glob("*/*")]) if folder else []
+    named = {file.relative_to(str(folder)).as_posix(): file for file in every if file.is_file()}
+    return {name: file for name, file in named.items() if is_companion(name)}
+
+
+def is_companion(name: str) -> bool:
+    plain = "\\" not in name and Path(name).name == name and name.endswith(ENDINGS)
+    return bool((plain and not name.endswith(".index.json")) or INNER.fullmatch(name))
 
 
 def write_original(
@@ -208,13 +217,13 @@ def write_original(
     if rest:
         keep({folder / REST: REST}, rest, engine=engine, title="Rest")
     of_folder = isinstance(source, Checkpoint) and not os.path.isfile(inputs.models[number])
-    files = {file.name: file for file in companions(source.folder if of_folder else None)}
+    files = companions(source.folder if of_folder else None)
     for name, file in files.items():
         twin = inputs.folder and inputs.folder / name
         if not (twin and twin.is_file() and filecmp.cmp(file, twin, shallow=False)):
-            shutil.copyfile(file, folder / name)
+            shutil.copyfile(file, folder / name.replace("/", "%2F"))
     if files.keys().isdisjoint(TOKENIZER_FILES):
-        files = {file.name: file for file in companions(inputs.folder)} | files
+        files = companions(inputs.folder) | files
     sums = {name: checksum_of(file) for name, file in files.items()}
     about = {"tensors": source.in_file, "files": sums}
     (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
@@ -254,7 +263,7 @@ def restore(
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         names, files = list(about["tensors"]), dict(about["files"])
         # A store of somebody else must not write outside `out`.
-        if any("\\" in n or Path(n).name != n or not n.endswith(ENDINGS) for n in files):
+        if not all(map(is_companion, files)):
             raise ValueError("a file has a path instead of a name")
         sources: list[Weights] = [vector]
         if (folder / REST).is_file():
@@ -271,19 +280,22 @@ def restore(
     combine_pass(items, {}, into(writer), engine, title="Models")
     writer.finish()
     for name, checksum in files.items():
-        places = [folder / name, *([] if base_folder is None else [base_folder / name])]
+        places = [folder / name.replace("/", "%2F")]
+        places += [] if base_folder is None else [base_folder / name]
         file = next((each for each in places if each.is_file()), places[-1])
         if not file.is_file() or checksum_of(file) != checksum:
             why = "missing or changed since the store was built, which needs it for the model"
             raise UserError(f"{file}: {why}; restore it")
+        (out / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(file, out / name)
     recast(out / "config.json", dtype)
 
 
 def copy_config(source: Path | None, folder: Path, dtype: torch.dtype | None = None) -> None:
     """Give a folder the companions of the base; `dtype` is the model's, if it is another."""
-    for file in companions(source):
-        shutil.copyfile(file, folder / file.name)
+    for name, file in companions(source).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, folder / name)
     recast(folder / "config.json", dtype)
 
 

@@ -29,6 +29,7 @@ from tvb_mergekit.tensors.ties import tie
 
 CONFIG = "adapter_config.json"
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+GATHER = "a sharded training (ZeRO-3, FSDP) must gather the weights before it saves them"
 MERGE_FIRST = "merge it with PEFT: merge_and_unload(), save_pretrained(FOLDER), and list FOLDER"
 
 PREFIX = "base_model.model."
@@ -131,6 +132,8 @@ class Adapter(Weights):
             raise self._error("holds no LoRA factors; save it again")
         if self.config.get("ensure_weight_tying") and tied_uses(self.changed):
             raise self._not_plain("changes both uses of tied embeddings (`ensure_weight_tying`)")
+        if any(name.endswith("shared.weight") for name in self.changed):
+            raise self._not_plain("targets `shared`, the embeddings of encoder and decoder")
         self.name_tensors()
 
     def name_tensors(self) -> None:
@@ -330,8 +333,8 @@ class Adapter(Weights):
             raise self._not_plain(f"targets a convolution (`{key}` is {list(stored.shape)})")
         if stored.ndim < 2 or not stored.numel() or not stored.is_floating_point():
             raise self._error(
-                f"`{key}` is {list(stored.shape)} {stored.dtype}, expected a matrix of floats; a "
-                "sharded training (ZeRO-3, FSDP) must gather the weights before it saves them"
+                f"`{key}` is {list(stored.shape)} {stored.dtype}, expected a matrix of floats; "
+                f"{GATHER}"
             )
         value = stored.to(torch.float32, copy=True)  # nothing stays mapped
         if told := damage(value):

@@ -170,6 +170,23 @@ def vocabulary(folder: Path) -> dict[str, int]:
         return dict(Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab())
     with suppress(OSError, ValueError):
         return dict(json.loads((folder / "vocab.json").read_bytes()))
+    with suppress(OSError, ValueError):
+        lines = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
+        return {word: row for row, word in enumerate(lines)}
+    return {}
+
+
+def configuration(folder: Path, trust: bool = False) -> dict[str, Any]:
+    """A model's configuration, of a multimodal model that of its text; empty if none can be read.
+
+    Args:
+        trust: whether to run a model's own code.
+    """
+    with suppress(Exception):
+        from transformers import AutoConfig  # slow
+
+        found = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+        return dict((getattr(found, "text_config", None) or found).to_dict())
     return {}
 
 

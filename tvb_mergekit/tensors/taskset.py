@@ -13,13 +13,13 @@ import torch
 from tvb_mergekit.core.gram import NO_TENSOR, GramSums
 from tvb_mergekit.core.settings import Settings
 from tvb_mergekit.errors import UserError, listed
-from tvb_mergekit.names import tied_uses
-from tvb_mergekit.tensors.adapter import Adapter
-from tvb_mergekit.tensors.checkpoint import vocabulary
+from tvb_mergekit.names import OF_FUNCTION, renamed, tied_uses
+from tvb_mergekit.tensors.adapter import GATHER, Adapter
+from tvb_mergekit.tensors.checkpoint import configuration, vocabulary
 from tvb_mergekit.tensors.stream import Item, Part, StateDict, Weights
 from tvb_mergekit.tensors.ties import SAME, tie
 
-QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
+QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 ALIKE = "give models that were fine-tuned from this base, with their tensors named alike"
 EXCLUDED, UNCHANGED = "excluded by the recipe", "no adapter changes it"
 NO_WEIGHTS = StateDict({})
@@ -113,7 +113,8 @@ def why_left_out(
     named = zip(("the base", *(f"task `{task}`" for task in tasks)), (base, *models), strict=True)
     parts = [(who, part) for who, part in named if part is not None]
     for who, part in parts:
-        if part.dtype in QUANTIZED:
+        packed = part.dtype == torch.uint8 and part.shape != base.shape
+        if part.dtype in QUANTIZED or packed:
             raise UserError(
                 f"tensor `{name}` of {who} is stored as {part.dtype}: quantized codes are not "
                 "weights; give an unquantized checkpoint, or leave the tensor out with `exclude`"
@@ -127,6 +128,8 @@ def why_left_out(
             return f"not floating point in {who} ({str(part.dtype).removeprefix('torch.')})"
     for who, part in parts[1:]:
         if base.shape is not None and part.shape is not None and part.shape != base.shape:
+            if not all(part.shape):
+                raise UserError(f"tensor `{name}` of {who} is empty; {GATHER}")
             layer = name.split(".")[-2] if "." in name else name
             raise UserError(
                 f"tensor `{name}`: {who} has shape {list(part.shape)}, the base "
@@ -168,7 +171,8 @@ def match(
         items.append(Item(name, info.shape, base_part, tuple(filter(None, parts))))
     if not items:
         raise UserError(NO_TENSOR)
-    check_words((base, *sources), tasks, made.names)
+    notes += doubts((base, *sources), tasks)
+    notes += check_words((base, *sources), tasks, made.names)
     return made, notes
 
 
@@ -179,6 +183,8 @@ def _notes(
     notes, lost, wanted = [], set[str](), _floating(base, settings).values()
     for task, source in zip(tasks, sources, strict=True):
         missing, extra = _absent(base, source, settings), _absent(source, base, settings)
+        check_renamed({n: base.tensors[n].shape for n in missing},
+                      {n: source.tensors[n].shape for n in extra}, f"task `{task}`")  # fmt: skip
         lost.update(missing)
         reasons = (("missing in the model", missing), ("not in the base", extra))
         found = ", ".join(f"{len(n)} {reason} ({listed(n)})" for reason, n in reasons if n)
@@ -192,14 +198,38 @@ def _notes(
     return notes
 
 
-def check_words(models: Sequence[Weights], tasks: Sequence[str], names: Iterable[str]) -> None:
+def doubts(models: Sequence[Weights], tasks: Sequence[str], trust: bool = False) -> list[str]:
+    """A line about each model whose configuration gives equal weights another function than that
+    of the base, the first model; and if none ends its texts as the base. The merged model has the
+    base's configuration."""
+    notes = []
+    configs = [configuration(each.folder, trust) if each.folder else {} for each in models]
+    base = {k: v for k, v in configs[0].items() if OF_FUNCTION.search(k)}
+    for task, own in zip(tasks, configs[1:], strict=True):
+        new = [f"{k} {own.get(k)} (base: {v})" for k, v in base.items() if own and own.get(k) != v]
+        if new:
+            notes.append(f"task `{task}` uses its weights otherwise than the base: {listed(new)}")
+    first, *ends = [config.get("eos_token_id") for config in configs]
+    if all(configs) and first not in ends:
+        told = "every model ends its texts with token %s, the merge as the base with %s: mend its"
+        notes.append(f"{told % (ends[0], first)} config.json and generation_config.json")
+    return notes
+
+
+def check_words(models: Sequence[Weights], tasks: Sequence[str], names: Iterable[str]) -> list[str]:
     """Raise UserError if embeddings, among these tensors, have other rows than the base's, the
-    first model's. A reserved token that a model calls otherwise keeps its row."""
-    embeddings, known = tied_uses(names), models[0].folder
+    first model's. A reserved token that a model calls otherwise keeps its row.
+
+    Returns:
+        A line about each tokenizer that only its bytes can be compared of, and that differs.
+    """
+    notes, embeddings, known = list[str](), tied_uses(names), models[0].folder
     folders = {t: m.folder for t, m in zip(tasks, models[1:], strict=True) if m.folder != known}
-    words = vocabulary(known) if embeddings and known and folders else {}
+    if not (embeddings and known):
+        return []
+    words = vocabulary(known) if folders else {}
     for task, folder in folders.items():
-        rows = vocabulary(folder) if words and folder else {}
+        rows = vocabulary(folder) if folder else {}
         moved = [word for word, row in words.items() if rows.get(word, row) != row]
         for word in moved[:1]:
             raise UserError(
@@ -207,6 +237,30 @@ def check_words(models: Sequence[Weights], tasks: Sequence[str], names: Iterable
                 f"than in the base, such as {word!r} {rows[word]} for {words[word]}; use "
                 "`tokenizer_source: base`, or `exclude`"
             )
+        for file in ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"):
+            pair = [each / file for each in (known, folder) if each and (each / file).is_file()]
+            if not (words and rows) and len({each.read_bytes() for each in pair}) == 2:
+                said = f"its {file} is not the base's: if words have other rows"
+                notes.append(f"task `{task}`: {said}, use `tokenizer_source: base`, or `exclude`")
+    return notes
+
+
+def check_renamed(
+    missing: Mapping[str, tuple[int, ...]], extra: Mapping[str, tuple[int, ...]], who: str
+) -> None:
+    """Raise UserError if a tensor that a model lacks is in the model under another name.
+
+    Args:
+        missing, extra: Names, with shapes, that only the base has and only the model has.
+    """
+    if pair := renamed(missing, extra):
+        remedy = "save both by one class and version of transformers, without wrappers"
+        if "base_layer" in pair[1]:
+            remedy = "its adapter is not merged: `merge_and_unload()`, `save_pretrained`"
+        raise UserError(
+            f"tensor `{pair[0]}` is named `{pair[1]}` in {who}: {remedy}, or leave it out with "
+            "`exclude`"
+        )
 
 
 def check_most(part: int, whole: int, why: str) -> None:
