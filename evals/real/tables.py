@@ -339,11 +339,20 @@ def picture(study: Study, models: str, file: Path) -> None:
 def report(records: Sequence[Record], page: Path) -> None:
     """Renew the marked tables of a page, and the picture next to it."""
     study = Study(records)
+    renew(page, study, TABLES)
+    picture(study, "lora4-8", page.with_name("kept.svg"))
+
+
+def renew(page: Path, study: Any, known: Mapping[str, Callable[[Any], str]]) -> None:
+    """Renew the tables of a page that are known; other marks belong to other studies."""
 
     def renewed(mark: re.Match[str]) -> str:
-        return f"<!-- {mark[1]} -->\n{TABLES[mark[1]](study)}<!-- end -->"
+        return (
+            f"<!-- {mark[1]} -->\n{known[mark[1]](study)}<!-- end -->"
+            if mark[1] in known
+            else mark[0]
+        )
 
     given = page.read_text(encoding="utf-8")
     made = re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", renewed, given, flags=re.DOTALL)
     page.write_text(made, encoding="utf-8")
-    picture(study, "lora4-8", page.with_name("kept.svg"))

