@@ -64,7 +64,7 @@ FEW |= {how: {"ae": 1, "rand_select": 2, "pca": 1} for how in ("localize", "ties
 KEYS = ("kind", "how", "basis", "num_bases", "seed")
 PAPER, PAIRS = ("ta", "ties", "localize"), (("ae", "rand_select"), ("rand_select", "pca"))
 FORGETTING = (("none", T), ("ae", T // 2), ("pca", T // 2), ("balanced", T // 2))
-FORGOTTEN = ("after", "control", "error")
+FORGOTTEN = {"its score": "after", "others": "control"}
 
 
 class Encoder(Run):
@@ -172,7 +172,7 @@ def measure(run: Encoder, cell: Cell) -> dict[str, Any]:
     if cell["kind"] == "forget":
         more = {"alphas": [0.0, 0.5, 1.0], "items": VALIDATED, "tested": 40}
         tasks = forget(run, cell | more)["tasks"].values()
-        return {key: fmean(each[key] for each in tasks) for key in FORGOTTEN}
+        return {key: fmean(each[key] for each in tasks) for key in FORGOTTEN.values()}
     vector = added(run, cell)
     unit = norm(run.task_vector(TASKS[0])) / norm(vector)
     lambdas = [unit * length for length in LENGTHS]
@@ -205,7 +205,7 @@ def added(run: Encoder, cell: Cell) -> Weights:
 def line(seed: int, cell: Cell, result: dict[str, Any]) -> str:
     """A cell's name and what the tables need of its result."""
     found = {"cell": " ".join(map(str, cell.values())), "run": seed}
-    found |= {key: result[key] for key in ("lambda", *FORGOTTEN) if key in result}
+    found |= {key: result[key] for key in ("lambda", *FORGOTTEN.values()) if key in result}
     if "items" in result:
         bits = np.packbits([int(x) for t in TASKS for x in cells.unpacked(result["items"][t])])
         found["items"] = base64.b64encode(bits.tobytes()).decode()
@@ -236,21 +236,15 @@ def merges(study: tables.Study) -> str:
 
     columns = {"addition keeps": tables.Column(study.tuned, {"how": "ta"})}
     columns |= {f"gain: {t}": tables.Column(gain, {"how": how}, ".2f") for how, t in HOWS.items()}
+    columns |= {f"forgetting: {title}": tables.Column(
+        lambda r, key=key: r["result"][key], {"kind": "forget"})  # type: ignore[misc]
+        for title, key in FORGOTTEN.items()}  # fmt: skip
     some = [("none", T), *((basis, count) for count in FEWER for basis in BASES)]
-    return tables.grid(("vectors",), columns, rows(study, "merge", some))
-
-
-def forgotten(study: tables.Study) -> str:
-    """Negation from the merge of all by WUDI."""
-    columns = {key: tables.Column(lambda r, key=key: r["result"][key])  # type: ignore[misc]
-               for key in FORGOTTEN}  # fmt: skip
-    return tables.grid(("subtracted, from",), columns, rows(study, "forget", FORGETTING))
-
-
-def rows(study: tables.Study, kind: str, some: Iterable[tuple[str, int]]) -> tables.Rows:
-    return [((tables.named(*each),),
-             study.find("encoder", kind=kind, basis=each[0], num_bases=each[1]))
+    rows = [((tables.named(*each),),
+             [r for kind in ("merge", "forget") for r in
+              study.find("encoder", kind=kind, basis=each[0], num_bases=each[1])])
             for each in some]  # fmt: skip
+    return tables.grid(("vectors",), columns, rows)
 
 
 def pairs(study: tables.Study) -> str:
@@ -270,7 +264,7 @@ def pairs(study: tables.Study) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-TABLES = {"encoder": merges, "pairs": pairs, "forgotten": forgotten}
+TABLES = {"encoder": merges, "pairs": pairs}
 FOLDER = click.Path(file_okay=False, path_type=Path)
 
 

@@ -163,11 +163,10 @@ def by_basis(study: Study, *kinds: str) -> Rows:
 def specialists(study: Study) -> str:
     """Scores of each task: base, specialists and some merges."""
     ways = {"addition": ("ta", "none"), "WUDI, t = 30": ("wudi_30", "none"),
-            "the same over `groups`, M = T/2": ("wudi_30", "groups"),
-            "the same over `balanced`, M = T/2": ("wudi_30", "balanced")}  # fmt: skip
+            "the same over `groups`, M = T/2": ("wudi_30", "groups")}  # fmt: skip
     rows: list[Any] = []
     for models, (_, tasks) in MODELS.items():
-        if models == "full-8":  # of the same kind as the twelve
+        if models in ("full-8", "lora16"):  # as the twelve in full
             continue
         given = study.find(models, kind="reference")
         bases = [record | {"result": record["result"]["base"]} for record in given]
@@ -194,7 +193,7 @@ def merges(study: Study) -> str:
     rows: list[Any] = []
     tests, lengths = dict[int, float | None](), dict[tuple[str, int], float]()
     for models, (_, tasks) in MODELS.items():
-        if models == "full-8":  # as in `specialists`
+        if models == "full-8":  # of the same kind as the twelve
             continue
         sums = study.find(models, kind="merge", how="ta", basis="none")
         lengths |= {(models, r["seed"]): r["result"]["length"] for r in sums}
