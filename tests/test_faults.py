@@ -425,7 +425,7 @@ KEYS: dict[str, list[tuple[dict[str, object], str]]] = {
         (FORGET | {"forget": ["math"]}, "`forget` is ['math']: Input should be a valid string"),
     ],
     "basis_wudi": [
-        ({"flow_time": 0}, "`flow_time` is 0: Input should be 'exact' or "),
+        ({"flow_time": 0}, "`flow_time` is 0: Input should be 'auto' or 'exact' or "),
         ({"ridge": 0.1}, "unknown key `ridge`"),
     ],
     "basis_ties": [

@@ -26,8 +26,9 @@ FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "singular_vectors": ("singular_vectors", "basis_tsvm", {}),
     "exact": ("interference_free", "basis_wudi", {"flow_time": "exact"}),
     "stopped": ("interference_free", "basis_wudi", {"flow_time": 300.0}),
+    "auto": ("interference_free", "basis_wudi", {"flow_time": "auto"}),
 }
-SINGLE = ("stopped",)  # computed in float32
+SINGLE = ("stopped", "auto")  # computed in float32
 METHODS = {k: partial(KINDS[method].function, **keys) for k, (_, method, keys) in FORMS.items()}
 DENSE = {k: partial(getattr(reference, name), **keys) for k, (name, _, keys) in FORMS.items()}
 least = METHODS["exact"]

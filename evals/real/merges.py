@@ -43,6 +43,7 @@ MERGES = {
     "wudi": Merge("WUDI, exact", "basis_wudi", keys={"flow_time": "exact"}),
     "wudi_300": Merge("WUDI, t = 300", "basis_wudi", keys={"flow_time": 300}),
     "wudi_30": Merge("WUDI, t = 30", "basis_wudi", keys={"flow_time": 30}),
+    "wudi_auto": Merge("WUDI, t = auto", "basis_wudi", keys={"flow_time": "auto"}),
     "wudi_30_embedded": Merge(
         "WUDI, t = 30, embeddings as matrices", "basis_wudi",
         keys={"flow_time": 30, "matrices": "."}),

@@ -84,8 +84,8 @@ class Declared:
     - "sums": (W_e [N, M]) -> coefficient -> the weights [N] of the vectors. Offered: the tasks, and
       `reconstruction` [N, T].
     - "entries": (bases [M, n]) -> [n]. Offered: `thresholds` [M], each basis's for `density`.
-    - "matrices": (bases [M, m, n]) -> [m, n], float32. Offered: `noise`, `shares`, `rank`, as
-      `tensors.merging` explains. Other tensors get the mean of the bases.
+    - "matrices": (bases [M, m, n]) -> [m, n], float32. Offered: `noise`, `shares`, `rank`,
+      `spanned`, as `tensors.merging` explains. Other tensors get the mean of the bases.
     """
 
     function: Callable[..., Any]

@@ -289,9 +289,11 @@ def _by_inputs(
         noise: the largest singular value that rounding to 16 bits makes in each B_m, [M].
         shares: of the entries that each B_m has, if it is a random sample, [M].
     """
-    # `rank` is that of the whole matrix: bases P B_m Q^T are merged as B_m, P and Q orthonormal
-    known = {"noise": noise, "shares": shares, "rank": min(item.shape[-2:])}
-    turned = settings.is_transposed(item.name)
+    shape, turned = item.shape[-2:], settings.is_transposed(item.name)
+    outputs, inputs = reversed(shape) if turned else shape
+    # Of the whole matrix: bases P B_m Q^T are merged as B_m, P and Q orthonormal
+    whole = {"rank": min(shape), "spanned": min(inputs, len(bases) * outputs)}
+    known = {"noise": noise, "shares": shares, **whole}
     with torch.no_grad():
         merged: Tensor = METHODS[settings.method](settings, bases.mT if turned else bases, **known)
     return merged.T if turned else merged
