@@ -120,6 +120,17 @@ def test_the_flow_goes_from_the_sum_to_the_least(shape, kind, seed: int) -> None
     assert off(merged, least(bases)) < 1e-6
 
 
+@pytest.mark.parametrize(("rank", "long"), [(4, True), (6, False)])
+def test_auto_is_long_where_most_inputs_are_left_alone(rank: int, long: bool) -> None:
+    """Three updates of rank 4 change 12 of 30 inputs, of rank 6 more than half; as cores too."""
+    bases = low_rank(3, 40, 30, rank)
+    found = interference_free(bases, flow_time="auto")
+    assert (off(interference_free(bases, flow_time=300), found) < 1e-6) == long
+    right = torch.linalg.svd(bases.flatten(0, 1), full_matrices=False).Vh[: 3 * rank]
+    core = interference_free(bases @ right.T, flow_time="auto", spanned=30)
+    assert off(core @ right, found) < 1e-5
+
+
 @pytest.mark.parametrize("count", [3, 7, 8, 16])
 def test_aligned_bases_are_exact_enough(count: int) -> None:
     """D is M times shorter than the sum here, and errors of float32 are errors of the sum."""
