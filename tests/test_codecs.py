@@ -216,7 +216,9 @@ def alike(found: Bases, want: Bases, base: State) -> None:
     one, two = found.facts, want.facts
     assert one.tasks == two.tasks and one.tensors == two.tensors
     for mine, theirs in zip(one.vectors, two.vectors, strict=True):
-        assert mine.but(weights=None, files=[]) == theirs.but(weights=None, files=[])
+        plain = {"weights": None, "files": [], "gates": None}
+        assert mine.but(**plain) == theirs.but(**plain)
+        assert (mine.gates is None) == (theirs.gates is None) == (mine.codec == "adapter")
         assert {Path(f.file).name: f.xxh3_128 for f in mine.files} == {
             Path(f.file).name: f.xxh3_128 for f in theirs.files
         }

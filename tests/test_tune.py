@@ -24,6 +24,7 @@ from worlds import World
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.inputs import Options
+from tvb_mergekit.store.routing import Routed
 from tvb_mergekit.tune import line, run, search, served, tasks
 from tvb_mergekit.tune.search import Estimate
 
@@ -271,7 +272,7 @@ def test_a_mistake_is_one_line(case: str, tmp_path: Path) -> None:
 
 
 def test_the_model_type_tvb(tmp_path: Path) -> None:
-    """A task of a store, or routers, by lm-eval's own loader of models; beside the type `hf`."""
+    """A task of a store, routers, or a routed store, by lm-eval's loader; beside the type `hf`."""
     base, store = QUICK / "models" / "base", tmp_path / "store"
     folders = [QUICK / "models" / task for task in ("copy", "sum")]
     path = write(recipe("basis_ta", base, folders, {}, basis="none"), tmp_path / "recipe")
@@ -284,10 +285,13 @@ def test_the_model_type_tvb(tmp_path: Path) -> None:
     task = answers("tvb", f"pretrained={base},store={store},task=sum")
     plain = answers("hf", f"pretrained={base}")
     assert task == answers("hf", f"pretrained={folders[1]}") and task != plain
-    routed = mock.Mock(spec=served.Routed)
+    routed = mock.Mock(spec=Routed)
     with mock.patch.object(served, "attach", mock.Mock(return_value=routed)):
         assert answers("tvb", f"pretrained={base}") == plain
     routed.route.assert_called_once_with()
+    alone = [answers("hf", f"pretrained={folder}") for folder in folders]
+    right = [*alone[0][: len(task) // 2], *alone[1][len(task) // 2 :]]
+    assert answers("tvb", f"base={base},store={store},route=true") == right
     with pytest.raises(SystemExit, match="Error: "):
         answers("tvb", f"pretrained={base},store={store}")
 

@@ -10,6 +10,7 @@ from real.forgetting import forget
 from real.learned import WAYS, learned
 from real.merges import MERGES, THEIRS, merge, reference, theirs
 from real.online import online
+from real.routed import routed
 from real.run import Run
 from real.stores import kept
 from real.tasks import SHIPPED, TASKS
@@ -17,7 +18,7 @@ from real.theory import theory
 
 KINDS: dict[str, Callable[[Run, Cell], dict[str, Any]]] = {
     "reference": reference, "merge": merge, "theirs": theirs, "learned": learned, "kept": kept,
-    "forget": forget, "online": online, "theory": theory,
+    "forget": forget, "online": online, "theory": theory, "routed": routed,
 }  # fmt: skip
 MODELS = {"full": ("full", TASKS), "full-8": ("full", SHIPPED), "lora16": ("lora16", TASKS),
           "lora4-8": ("lora4", SHIPPED)}  # fmt: skip
@@ -29,6 +30,15 @@ ALPHAS = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
 SHARES = (0.5, 0.25, 0.1, 0.05, 0.02)  # of entries that are sampled
 MATRIX = ("wudi_300", "wudi_30", "tsvm", "iso", "wudi", "iso_cts")
 LEARNED = ("fisher", "normalized", "regmean", "adamerging", "atlas")
+ROUTED = {
+    "templates": 100,
+    "stripped": 100,
+    "german": 25,
+    "long": 25,
+    "answers": 75,
+    "speed": 0,
+    "quickstart": 60,
+}  # test items of a task
 ORDERS = 3  # of tasks that arrive one by one
 
 
@@ -82,4 +92,6 @@ def parts(tasks: int) -> dict[str, list[Cell]]:
                    for how in ("ae", "rand_select")],
         "theory": [{"kind": "theory", "basis": "ae", "num_bases": half, "seed": 0, "lambda": 0.3,
                     "tested": 25, "examples": 16, "steps": 12}],
+        "routed": [{"kind": "routed", "how": how, "tested": count}
+                   for how, count in ROUTED.items()],
     }  # fmt: skip

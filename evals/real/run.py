@@ -39,6 +39,7 @@ class Run:
     Attributes:
         base: theta_0 in float32; a tied tensor is held once.
         folders: task -> the folder of a whole model, with adapters fused.
+        trained: task -> the folder of the model or adapter.
         own: the folder of the base.
     """
 
@@ -54,6 +55,7 @@ class Run:
         self.base = weights_of(self.model)
         self.dtype = torch.bfloat16 if kind == "full" else torch.float32
         self.folders = {task: out / f"seed{seed}" / kind / task for task in tasks}
+        self.trained = self.folders  # adapters as they are
         if kind != "full":
             self.fused = tempfile.TemporaryDirectory()
             self.folders = {task: self._fused(place) for task, place in self.folders.items()}

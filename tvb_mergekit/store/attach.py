@@ -5,10 +5,11 @@ Every change begins at theta_0 as it is on disk, never at the current weights, s
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,10 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.names import LAYER, OUTPUT_EMBEDDING
 from tvb_mergekit.store import store as stores
 from tvb_mergekit.store.api import Model, base_of, open_model
 from tvb_mergekit.store.export import combine, items_of, task_column
-from tvb_mergekit.store.routing import Routed, routed_model, routers_in
+from tvb_mergekit.store.gates import gates_in
+from tvb_mergekit.store.router import THRESHOLD, Gate, Router, plain_texts, updates_of
+from tvb_mergekit.store.routing import ROUTING, Routed, linear_layers, routed_model, routers_in
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.stream import Item, StateDict, Weights
 
@@ -29,7 +33,7 @@ ATTACHED = "tvb_attached"  # attribute of a module: the key of the last `Live` t
 def attach(
     model: nn.Module, store: Bases | str | os.PathLike[str], base: Model | None = None
 ) -> Live | Routed:
-    """The model as one that changes tasks in place: `.use("math")`, `.reset()`.
+    """The model as one that changes tasks in place: `.use("math")`, `.route()`, `.reset()`.
 
     Args:
         model: any module with the base's weights in a dtype of 16 to 64 bits, whose state dict
@@ -65,11 +69,13 @@ class Live:
         # Task -> scale. None during a change and after an interruption, which the next one mends.
         self.current: dict[str, float] | None = {}
         self._module: nn.Module = getattr(model, "_orig_mod", model)  # without torch.compile
+        self._end_routing()
         self._live = live = moving_tensors(self._module, bases, base)
         every = items_of(bases, base, None, bases.sources)
         self._items = [replace(i, out=live[i.name].dtype) for i in every if i.name in live]
         self._layout, self._lock = layout_of(self._module), threading.Lock()
         self._key = vars(self._module)[ATTACHED] = object()
+        self.router: Router | None = None
         left = bases.facts.left_out
         out = [name for name in left if left[name].startswith(("excluded", "missing"))]
         if out and any(source.holds == "weight" for source in bases.sources):
@@ -83,11 +89,67 @@ class Live:
         store leaves out, or aligned with the base's tokenizer. tau_hat_j has no weight of a recipe.
         If a value overflows the model's dtype, the model has the base's weights again.
         """
+        self._end_routing()
         return self._change({tasks: 1.0} if isinstance(tasks, str) else dict(tasks))
 
     def reset(self) -> nn.Module:
         """The model with the base's weights, to the bit."""
+        self._end_routing()
         return self._change({})
+
+    def route(
+        self, tasks: Sequence[str] = (), threshold: float = THRESHOLD, explain: bool = False
+    ) -> nn.Module:
+        """The model, which chooses a task for each prompt that it or `generate` is called with.
+
+        Half a pass of the base finds it by the weights; see `store.router`. A batch is grouped by
+        tasks, and the weights change for each. If all tasks are adapters of linear layers, no
+        weights change: each sequence gets the updates of its task. `use` and `reset` end it.
+
+        Args:
+            tasks: to choose from; by default all.
+            threshold: how far the best score must be above all others and above 0, that of
+                texts of no task; else the base answers.
+            explain: print the scores. `live.router` has the last ones as `scores`, and `chosen`.
+        """
+        self.reset()
+        names = [*(tasks or self.tasks)]
+        if self.router is None or self.router.gate.tasks != names:
+            self.router = self._router(names)
+        self.router.threshold, self.router.explain = threshold, explain
+        self.router.route()
+        return self.model
+
+    def _router(self, tasks: Sequence[str]) -> Router:
+        if not self.bases.whole:
+            raise UserError(f"{self.bases.place} holds bases: `route` needs a store of all tasks")
+        numbers = [self.bases.index(task) for task in tasks]
+        linear = linear_layers(self._module)
+        items = [item for item in self._items if item.name in linear]
+        turned = {name for name in linear if not isinstance(linear[name], nn.Linear)}  # Conv1D
+        gates = {t: gates_in(self.bases, items, self.bases.index(t), turned) for t in tasks}
+        updates = updates_of(self._items, numbers, linear)
+        theta = self._seen([*gates.values()]) if updates is None else {}
+        texts = plain_texts(self._module, self._base.folder)
+        return Router(Gate(self._module, gates, theta, texts), self._use, updates)
+
+    def _seen(self, gates: Sequence[Iterable[str]]) -> dict[str, Tensor]:
+        """Copies of the base's tensors for a pass up to the last matrix with a gate."""
+        last = dict[str, int]()  # layer of each stack
+        for match in filter(None, map(LAYER.match, itertools.chain(*gates))):
+            last[match[2]] = max(last.get(match[2], 0), int(match[3]))
+        places = {n: LAYER.match(n) for n in self._live if not OUTPUT_EMBEDDING.search(n)}
+        later = {n for n, m in places.items() if m and int(m[3]) > last.get(m[2], int(m[3]))}
+        return {name: self._live[name].clone() for name in places if name not in later}
+
+    def _use(self, task: str | None) -> None:
+        scales = {} if task is None else {task: 1.0}
+        if self.current != scales:
+            self._change(scales)
+
+    def _end_routing(self) -> None:
+        if routing := vars(self._module).get(ROUTING):
+            routing.reset()
 
     def _change(self, scales: dict[str, float]) -> nn.Module:
         with self._lock:

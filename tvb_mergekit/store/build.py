@@ -28,6 +28,7 @@ from tvb_mergekit.store.codecs import CODECS, fits_lossless
 from tvb_mergekit.store.export import write_original
 from tvb_mergekit.store.facts import STORE_VERSION, Compression, Facts, StoreFacts, Vector
 from tvb_mergekit.store.files import record_of
+from tvb_mergekit.store.gates import write_gates
 from tvb_mergekit.store.report import errors_of, facts, losses_of, tensors_of
 from tvb_mergekit.store.store import DENSE, AsModel, Bases, dtype_name
 from tvb_mergekit.tensors import ranks
@@ -236,11 +237,14 @@ def written(
             squares[k] = square
     for k, vector in enumerate(vectors if change else ()):
         assert change is not None
-        kept = []
+        kept, gates = [], None
+        if vector.codec != "adapter" and vector.name in inputs.tasks:
+            place, number = change.place("gates", names[k]), inputs.tasks.index(vector.name)
+            gates = write_gates(store, place, inputs, number)
         if vector.codec == "lossless":
             number, place = int(matrix[:, k].nonzero()[0]), change.place("files", names[k])
             kept = write_original(store, place, inputs, number, engine)
-        made[k] = vector.but(weights=record_of(store, places[k]), files=kept)
+        made[k] = vector.but(weights=record_of(store, places[k]), files=kept, gates=gates)
     return made, squares
 
 

@@ -1,6 +1,6 @@
 """Changes of a store: new files under new names, then one rename of `store.json`.
 
-A change writes `numbers-<n>.safetensors`, `vectors/SLUG-<n>.safetensors` and `files/SLUG-<n>/`,
+A change writes `numbers-<n>.safetensors`, `vectors/SLUG-<n>.safetensors` and the like in KINDS,
 with an n that no file there has. The new `store.json` holds the former state under `previous`. So a
 kill at any moment leaves the store of before or after. Files that only the replaced `previous`
 names are then deleted; no other file is touched.
@@ -28,6 +28,7 @@ from tvb_mergekit.tensors.output import check_new_folder
 
 LOG = logging.getLogger(__name__)
 LOCK = ".lock"
+KINDS = ("vectors", "gates", "files")  # folders; of `files` each entry is a folder, too
 
 
 class Change:
@@ -41,14 +42,14 @@ class Change:
     def __init__(self, store: Path) -> None:
         self.store = store
         self.facts = read_store(store) if is_store(store) else None
-        there = [store.glob("numbers-*"), store.glob("vectors/*"), store.glob("files/*")]
+        there = [store.glob("numbers-*"), *(store.glob(f"{kind}/*") for kind in KINDS)]
         found = [re.search(r"-(\d+)(\.safetensors)?$", p.name) for each in there for p in each]
         self.number = 1 + max((int(match[1]) for match in found if match), default=0)
         self._made: list[str] = []
 
     def place(self, kind: str, slug: str) -> str:
-        """A new place below the store: of a vector's file, or of a folder of files."""
-        place = f"{kind}/{slug}-{self.number}{'.safetensors' if kind == 'vectors' else ''}"
+        """A new place below the store: of a file for a vector, or of a folder of files."""
+        place = f"{kind}/{slug}-{self.number}{'' if kind == 'files' else '.safetensors'}"
         self._made.append(place)
         (self.store / kind).mkdir(parents=True, exist_ok=True)
         return place
@@ -81,7 +82,7 @@ class Change:
                 shutil.rmtree(self.store / place, ignore_errors=True)
                 with suppress(OSError):
                     (self.store / place).unlink()
-        for folder in ("vectors", "files"):
+        for folder in KINDS:
             with suppress(OSError):  # it holds something
                 (self.store / folder).rmdir()
         if not held:

@@ -35,7 +35,9 @@ Count = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Size = Annotated[float, Field(allow_inf_nan=False, ge=0)]
 # The only files of a store: nothing else is read, and nothing else is ever deleted.
-OWN = re.compile(r"numbers-\d+\.safetensors|vectors/[^/\\:]+\.safetensors|files/[^/\\:]+/[^/\\:]+")
+OWN = re.compile(
+    r"numbers-\d+\.safetensors|(vectors|gates)/[^/\\:]+\.safetensors|files/[^/\\:]+/[^/\\:]+"
+)
 
 
 def _inside(place: str) -> str:
@@ -66,6 +68,7 @@ class StoredFile(Record):
 class Vector(Record):
     """One vector of a store: its name (a task, or B0, B1 ...), form and files.
 
+    `gates` is read by `attach(...).route()`, see `store.gates`; adapters have their own factors.
     `dtype` is that of the decoded numbers, `share` that of the kept entries of a sample. A `mean`
     is part of each reconstruction, and of no merge. In memory a vector has no file.
     """
@@ -75,12 +78,13 @@ class Vector(Record):
     dtype: DtypeName = "float32"
     weights: StoredFile | None = None
     files: list[StoredFile] = []
+    gates: StoredFile | None = None
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     mean: bool = False
 
     @property
     def held(self) -> list[StoredFile]:
-        return [*([self.weights] if self.weights else []), *self.files]
+        return [*filter(None, (self.weights, self.gates)), *self.files]
 
     @pydantic.model_validator(mode="after")
     def _files_of_one_model(self) -> Self:

@@ -1,17 +1,22 @@
-"""Routed MLPs: each sequence combines the bases in the MLPs of a model by coefficients of its own.
+"""Models whose weights depend on the prompt; and `Routed`, which learned to combine bases.
 
 WEMoE over bases (Tang et al., ICML 2024; the paper's table 1). W is the merged weight. A linear
 layer in MLP l computes (W + sum_m r_m B_m) x, and r = R_l(mean input of MLP l over the prompt). So
-r is the difference from the recipe's merge. Generated tokens keep r.
+r is the difference from the recipe's merge. `router` chooses tasks without learning.
+
+Generated tokens keep what their prompt chose: a note on the cache says it.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import os
+import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,19 +31,112 @@ from tvb_mergekit.names import MLP
 from tvb_mergekit.store.facts import FOLDER
 from tvb_mergekit.tensors.checkpoint import metadata_of
 
+ROUTING = "tvb_routed"  # attribute of a routed model: its `Routing`
+CHOSEN = "tvb_chosen"  # attribute of a cache: what its prompts chose
 ROUTERS = "routers.safetensors"
 LEARNED = "tvb_learned"  # key of the metadata of `tvb learn`
 COMBINED = 2**28  # bytes of combined weights at a time
 
 
+class Routing:
+    """A model, each of whose passes asks what its prompts choose. Threads take turns."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self._lock = model, threading.RLock()
+        self._stack, self._within = ExitStack(), False
+
+    def route(self) -> nn.Module:
+        """The model, whose passes are routed from now on."""
+        vars(self.model).get(ROUTING, self).reset()  # of an earlier `attach`, perhaps
+        vars(self.model)[ROUTING] = self
+        self._stack.callback(vars(self.model).pop, ROUTING)
+        # PEFT calls `forward` of the model, and some users its body alone
+        for module in dict.fromkeys((self.model, getattr(self.model, "base_model", self.model))):
+            self._replace(module, "forward", self._call)
+        return self.model
+
+    def reset(self) -> nn.Module:
+        """The model without routing, with the weights that it has."""
+        self._stack.close()
+        return self.model
+
+    def _replace(self, owner: object, name: str, new: Callable[..., Any]) -> None:
+        """Replace a method; `new` gets the former one before its arguments."""
+        old, own = getattr(owner, name), {key: v for key, v in vars(owner).items() if key == name}
+        self._stack.callback(vars(owner).update, own)
+        self._stack.callback(vars(owner).pop, name)
+        vars(owner)[name] = functools.wraps(old)(partial(new, old))
+
+    @contextmanager
+    def _inside(self) -> Iterator[bool]:
+        """Let passes through as they are; yields whether an outer call does so already."""
+        with self._lock:
+            before, self._within = self._within, True
+            try:
+                yield before
+            finally:
+                self._within = before
+
+    def _call(self, old: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._inside() as within:
+            if within:
+                return old(*args, **kwargs)
+            given = dict(zip(inspect.signature(old).parameters, args, strict=False)) | kwargs
+            cache: Any = given.get("cache", given.get("past_key_values"))
+            begins = not (is_cache(cache) and cache.get_seq_length())
+            chosen = self._begin(given) if begins else getattr(cache, CHOSEN, None)
+            if chosen is None:
+                raise UserError("a cache of prompts that were not routed: begin with prompts")
+            output = self._run(old, args, kwargs, chosen, begins)
+            made = output.values() if isinstance(output, Mapping) else output
+            for each in (cache, *(made if isinstance(made, Iterable) else ())):
+                if is_cache(each):
+                    setattr(each, CHOSEN, chosen)
+            return output
+
+    def _begin(self, given: Mapping[str, Any]) -> Any:
+        """The choice of new prompts, by the named arguments of a call."""
+        raise NotImplementedError
+
+    def _run(self, call: Callable[..., Any], args: Any, kwargs: Any, chosen: Any, new: bool) -> Any:
+        """The output of a call for prompts that chose this; `new`: they begin with this call."""
+        raise NotImplementedError
+
+
+def is_cache(value: Any) -> bool:
+    return hasattr(value, "get_seq_length")
+
+
+def kept(mask: Any, x: Tensor, name: str) -> Any:
+    """1 for each token of the inputs x [sequences, tokens, n] that an attention mask keeps."""
+    if isinstance(mask, Mapping):  # one for each kind of layer
+        mask = next(iter(mask.values()))
+    mask = x.new_ones(x.shape[:2]) if mask is None else mask.to(x.device)
+    if mask.dim() == 4:  # of a static cache: the tokens that see themselves, also in a window
+        mask = mask[:, 0].diagonal(dim1=1, dim2=2)[:, : x.shape[1]]
+        mask = mask if mask.dtype == torch.bool else mask == 0
+    if mask.shape != x.shape[:2]:  # of one token it would be spread over all
+        raise UserError(f"`{name}`: a mask {list(mask.shape)} for inputs {list(x.shape)}")
+    return mask
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers, by the names of their weights."""
+    named = model.named_modules()
+    return {
+        f"{name}.weight": m
+        for name, m in named
+        if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
+    }
+
+
 def routed_parameters(model: nn.Module) -> dict[str, str]:
     """The parameters of the linear layers in MLPs -> the name of the MLP."""
     return {
-        f"{name}.{kind}": mlp[0]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        name.replace(".weight", f".{kind}"): mlp[0]
+        for name, module in linear_layers(model).items()
         if (mlp := MLP.match(name))
-        for kind, parameter in module.named_parameters()
+        for kind, _ in module.named_parameters()
     }
 
 
@@ -48,8 +146,8 @@ def router_of(sizes: Sequence[int]) -> nn.Sequential:
     return nn.Sequential(*[module for pair in layers for module in pair][1:])
 
 
-class Routed:
-    """A model with routers and bases for its MLPs; see `attach`. One thread at a time may run it.
+class Routed(Routing):
+    """A model with routers and bases for its MLPs; see `attach`.
 
     Attributes:
         routers: MLP -> R_l.
@@ -62,82 +160,54 @@ class Routed:
     def __init__(
         self, model: nn.Module, routers: Mapping[str, nn.Module], bases: Mapping[str, Tensor]
     ) -> None:
-        self.model, self.routers, self.bases = model, routers, dict(bases)
+        super().__init__(model)
+        self.routers, self.bases = routers, dict(bases)
         self.prompts: Tensor | None = None
         self.coefficients: dict[str, Tensor] = {}
-        self._layers: list[tuple[str, str, Any]] = [
+        self._layers: list[tuple[str, str, Any]] = [  # before PEFT may wrap some
             (name, mlp, model.get_submodule(name.removesuffix(".weight")))
             for name, mlp in routed_parameters(model).items()
             if name in bases and name.endswith(".weight")
         ]
-        self._stack = ExitStack()
         self._mask: Any = None
-        self._begins, self._count = False, 0  # whether a pass is one of prompts; such passes so far
+        self._begins = False  # whether the pass is one of prompts
         # MLP -> the combined weights of its layers if all sequences have one r, else None
         self._merged: dict[str, dict[str, Tensor] | None] = {}
 
     def route(self) -> nn.Module:
         """The model, whose MLPs combine the bases for each sequence from now on."""
-        vars(self.model).get("tvb_routed", self).reset()  # of an earlier `attach`, perhaps
-        vars(self.model)["tvb_routed"] = self
-        self._stack.callback(vars(self.model).pop, "tvb_routed")
-        body: Any = getattr(self.model, "base_model", self.model)  # PEFT never calls the model
-        hooks = [body.register_forward_pre_hook(self._begin, with_kwargs=True)]
-        hooks.append(body.register_forward_hook(self._end))
+        super().route()
         for mlp in self.routers:
-            module, choose = self.model.get_submodule(mlp), partial(self._choose, mlp)
-            hooks.append(module.register_forward_pre_hook(choose))
-        for hook in hooks:
+            choose = partial(self._choose, mlp)
+            hook = self.model.get_submodule(mlp).register_forward_pre_hook(choose)
             self._stack.callback(hook.remove)
         for name, mlp, layer in self._layers:
-            own = {key: value for key, value in vars(layer).items() if key == "forward"}
-            self._stack.callback(vars(layer).update, own)
-            self._stack.callback(vars(layer).pop, "forward")
-            layer.forward = partial(self._linear, name, mlp, layer)
+            self._replace(layer, "forward", partial(self._linear, name, mlp, layer))
         return self.model
 
-    def reset(self) -> nn.Module:
-        """The model without routers, as it was loaded. Its weights have never changed."""
-        self._stack.close()
-        self._merged.clear()
-        return self.model
+    def _begin(self, given: Mapping[str, Any]) -> dict[str, Tensor]:
+        self._mask = given.get("attention_mask") if self.prompts is None else self.prompts
+        return {}
 
-    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        cache: Any = kwargs.get("cache", kwargs.get("past_key_values"))
-        self._begins = cache is None or not cache.get_seq_length()
-        self._count += self._begins
-        if cache is not None and self._begins:
-            cache.tvb_prompts = self._count
-        elif cache is not None and getattr(cache, "tvb_prompts", None) != self._count:
-            raise UserError("the cache is of other prompts than the last: begin with the prompts")
-        self._mask = kwargs.get("attention_mask") if self.prompts is None else self.prompts
-        if isinstance(self._mask, Mapping):  # one for each kind of layer
-            self._mask = next(iter(self._mask.values()))
-
-    def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Mark a cache that the model has made itself."""
-        for each in output.values() if isinstance(output, Mapping) else output:
-            if hasattr(each, "get_seq_length"):
-                each.tvb_prompts = self._count
+    def _run(self, call: Any, args: Any, kwargs: Any, chosen: dict[str, Tensor], new: bool) -> Any:
+        self._begins = new
+        if chosen is not self.coefficients:
+            self.coefficients = chosen
+            self._merged = {mlp: None if (r != r[:1]).any() else {} for mlp, r in chosen.items()}
+        return call(*args, **kwargs)
 
     def _choose(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Compute r for new prompts."""
         if not self._begins:
             return
-        given, mask = args[0], self._mask
-        mask = given.new_ones(given.shape[:2]) if mask is None else mask.to(given.device)
-        if mask.dim() == 4:  # of a static cache: the tokens that see themselves, also in a window
-            mask = mask[:, 0].diagonal(dim1=1, dim2=2)[:, : given.shape[1]]
-            mask = mask if mask.dtype == torch.bool else mask == 0
-        if mask.shape != given.shape[:2]:  # of one token it would be spread over all
-            raise UserError(f"`{name}`: a mask {list(mask.shape)} for inputs {list(given.shape)}")
+        given, mask = args[0], kept(self._mask, args[0], name)
         router = self.routers[name].to(given.device)
         kind = next(router.parameters()).dtype
         total = (given * mask[..., None]).sum(1, dtype=kind)
         self.coefficients[name] = r = router(total / mask.sum(1, True, dtype=kind).clamp(min=1))
         self._merged[name] = None if r.requires_grad or (r != r[:1]).any() else {}
 
-    def _linear(self, name: str, mlp: str, layer: Any, x: Tensor) -> Tensor:
+    def _linear(self, name: str, mlp: str, layer: Any, old: object, x: Tensor) -> Tensor:
         """The layer's outputs, with the coefficients of each sequence."""
         r, weight, bias = self.coefficients.get(mlp), layer.weight, f"{name[:-6]}bias"
         if r is None or x.dim() != 3 or len(x) != len(r):

@@ -77,7 +77,8 @@ def test_the_study_measures_each_kind_of_cell_once(world, monkeypatch):
     chosen = {"merges": "wudi_30 wudi_30_summed", "few": "groups", "paper": "ties",
               "theirs": "ties", "stitched": "dataless", "learned": "fisher",
               "routers": "wemoe_wudi_30", "kept": "lossless keep_0.05 bases",
-              "forgetting": "none sample rand_proj", "online": "ae rand_select"}  # fmt: skip
+              "forgetting": "none sample rand_proj", "online": "ae rand_select",
+              "routed": "templates answers"}  # fmt: skip
     every = plan.parts(4)
 
     def parts(count: int) -> dict[str, list[Any]]:

@@ -1,0 +1,251 @@
+"""Stores that find the task of a prompt: scores, chosen weights, files of gates."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from commands import recipe, tvb, write
+from safetensors.torch import load_file
+from tiny import family, gpt2, llama, load
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import tvb_mergekit as library
+from tvb_mergekit import UserError
+from tvb_mergekit.names import looked_at
+from tvb_mergekit.store import router as routing
+
+TASKS = ("math", "code", "safety")
+FORMS = {"dense": ["--dtype", "float32"], "lossless": ["--lossless"], "sampled": ["--keep", 0.3]}
+DEEP = partial(llama, num_hidden_layers=3)
+MAKES = {"llama": DEEP, "gpt2": gpt2}
+WAYS = [*((make, form) for make in MAKES for form in FORMS), ("llama", "lora"), ("gpt2", "lora")]
+PROMPTS = ([3, 1, 4, 1, 5, 9], [2, 7, 1], [8, 2, 8, 1, 8], [5, 5])
+
+
+def adapters(base: Path, folder: Path) -> list[Path]:
+    found = []
+    for seed, task in enumerate(TASKS):
+        torch.manual_seed(seed)
+        model: Any = AutoModelForCausalLM.from_pretrained(base)
+        targets = ["c_attn", "c_fc"] if model.config.model_type == "gpt2" else ["v_proj", "up_proj"]
+        config = peft.LoraConfig(r=3, target_modules=targets, init_lora_weights=False)
+        peft.get_peft_model(model, config).save_pretrained(folder / task)
+        found.append(folder / task)
+    return found
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(base, models or adapters, store) of a make and a form, built by the command."""
+    made: dict[Any, tuple[Path, list[Any], Path]] = {}
+
+    def get(make: str, form: str) -> tuple[Path, list[Any], Path]:
+        if (make, form) not in made:
+            folder = tmp_path_factory.mktemp(f"{make}-{form}")
+            listed: Sequence[Any]
+            base, listed = family(folder, MAKES[make], TASKS, dtypes=[torch.bfloat16])
+            if form == "lora":
+                listed = [f"{base}+{path}" for path in adapters(base, folder / "lora")]
+            path = write(recipe("basis_ta", base, listed, {}, basis="none"), folder / "recipe")
+            tvb("build", path, folder / "store", "--quiet", *FORMS.get(form, []))
+            made[make, form] = base, [*listed], folder / "store"
+        return made[make, form]
+
+    return get
+
+
+def loaded(base: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+
+
+def reference(
+    base: Path, store: Path, prompts: Sequence[Sequence[int]], texts: Sequence[Tensor]
+) -> Tensor:
+    """Scores in float64 by full SVDs of whole differences, prompt by prompt."""
+    model, kind = loaded(base).double(), loaded(base).config.model_type
+    name = "transformer.h.0.attn.c_attn" if kind == "gpt2" else "model.layers.{}.self_attn.v_proj"
+    names = [name.format(layer) for layer in range(1 if kind == "gpt2" else 2)]  # of 2, of 3
+    live, theta = library.attach(loaded(base), store, base), model.state_dict()
+    gates: list[list[Tensor]] = []
+    for task in TASKS:
+        tuned, own = live.use(task).state_dict(), []
+        for each in names:
+            matrix = tuned[f"{each}.weight"].double() - theta[f"{each}.weight"]
+            _, sizes, rows = torch.linalg.svd(matrix.T if kind == "gpt2" else matrix)
+            own.append(rows[: min(4, int((sizes > 0.1 * sizes[0]).sum()))])
+        gates.append(own)
+
+    def shares(ids: Sequence[int]) -> Tensor:
+        seen: list[Tensor] = []
+        for each in names:
+            model.get_submodule(each).register_forward_pre_hook(lambda m, x: seen.append(x[0][0]))
+        model(torch.tensor([ids]))
+        for each in names:
+            model.get_submodule(each)._forward_pre_hooks.clear()
+        ratio = [[((x[1:] @ v.T) ** 2).sum(1) / (x[1:] ** 2).sum(1) for v in own]
+                 for x, own in zip(seen, zip(*gates, strict=True), strict=True)]  # fmt: skip
+        return torch.tensor([[float(r.mean()) for r in each] for each in ratio]).log()
+
+    said = torch.stack([shares(text.tolist()[0]) for text in texts])
+    scores = [(shares(p) - said.mean(0)) / said.std(0).sqrt() for p in prompts]
+    return torch.stack([each.mean(0) for each in scores])
+
+
+def batch_of(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    longest = max(map(len, prompts))
+    gaps = [[0] * (longest - len(prompt)) for prompt in prompts]
+    rows = [[*gap, *prompt] for gap, prompt in zip(gaps, prompts, strict=True)]
+    masks = [[*gap, *[1] * len(prompt)] for gap, prompt in zip(gaps, prompts, strict=True)]
+    ids, mask = torch.tensor(rows), torch.tensor(masks)
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": places}
+
+
+@pytest.mark.parametrize(("make", "form"), [way for way in WAYS if way[1] != "sampled"])
+def test_scores_are_those_of_dense_float64(make: str, form: str, stored: Any) -> None:
+    base, _, store = stored(make, form)
+    live = library.attach(loaded(base), store, base)
+    live.route()
+    assert live.router
+    chosen = live.router.choose(**batch_of(PROMPTS))
+    found = torch.tensor([[own[task] for task in TASKS] for own in live.router.scores])
+    texts = routing.plain_texts(loaded(base), base)
+    assert len(texts) > len(routing.plain_texts(loaded(base), None)) > 0
+    assert (found - reference(base, store, PROMPTS, texts)).abs().max() < 0.1  # of a flat spectrum
+    best = [TASKS[int(row.argmax())] for row in found]
+    assert all(task in (None, own) for task, own in zip(chosen, best, strict=True))
+
+
+def forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last token of a prompt decides: 9 math, 1 code, 8 safety, others the base."""
+
+    def scores(self: Any, given: Any) -> Tensor:
+        last = given["input_ids"][:, -1].tolist()
+        return torch.tensor([[float(token == own) for own in (9, 1, 8)] for token in last])
+
+    monkeypatch.setattr(routing.Gate, "scores", scores)
+
+
+CHOSEN = ["math", "code", "safety", None]
+
+
+@pytest.mark.parametrize(("make", "form"), WAYS)
+def test_each_sequence_has_the_weights_of_its_task(
+    make: str, form: str, stored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, _, store = stored(make, form)
+    forced(monkeypatch)
+    how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    fixed = library.attach(loaded(base), store, base)
+    logits, said = [], []
+    for prompt, task in zip(PROMPTS, CHOSEN, strict=True):
+        model = fixed.use({task: 1.0} if task else {})
+        logits.append(model(torch.tensor([prompt])).logits[0])
+        ends = {n: model.generate(torch.tensor([prompt]), **how, num_beams=n)[0] for n in (1, 2)}
+        said.append({beams: each[len(prompt) :].tolist() for beams, each in ends.items()})
+    live = library.attach(model := loaded(base), store, base)
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert live.route() is model
+    for some in ([0, 1, 2, 3], [2, 0], [1], [3, 3]):
+        batch = batch_of([PROMPTS[k] for k in some])
+        output = model(**batch)
+        for row, k in zip(output.logits, some, strict=True):
+            torch.testing.assert_close(row[-len(PROMPTS[k]) :], logits[k], rtol=1e-4, atol=1e-4)
+        assert live.router and live.router.chosen == [CHOSEN[k] for k in some]
+        for beams in (1, 2):
+            given = {key: batch[key] for key in ("input_ids", "attention_mask")}
+            found = model.generate(**given, **how, num_beams=beams)
+            ends = [row[batch["input_ids"].shape[1] :].tolist() for row in found]
+            assert ends == [said[k][beams] for k in some]
+        # A cache keeps what its prompts chose, whatever came in between
+        model(torch.tensor([PROMPTS[1]]))
+        following = output.logits[:, -1:].argmax(-1)
+        mask = torch.cat([batch["attention_mask"], torch.ones(len(some), 1).long()], 1)
+        given = {"attention_mask": mask, "position_ids": batch["position_ids"][:, -1:] + 1}
+        after = model(following, past_key_values=output.past_key_values, **given)
+        for row, k in zip(after.logits[:, 0].argmax(-1).tolist(), some, strict=True):
+            assert row == said[k][1][1]
+    assert live.reset() is model
+    assert all(torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_what_is_refused_or_ends_routing(stored: Any, monkeypatch: Any, capfd: Any) -> None:
+    base, _, store = stored("llama", "lossless")
+    live = library.attach(model := loaded(base), store, base)
+    forced(monkeypatch)
+    before = model(torch.tensor([[1, 2]])).past_key_values
+    live.route(["code", "math"], threshold=2.0, explain=True)
+    batch = batch_of(PROMPTS)
+    for said, call in (
+        ("of prompts that were not", lambda: model(torch.tensor([[1]]), past_key_values=before)),
+        ("share no cache", lambda: model(**batch, past_key_values=DynamicCache())),
+        ("no common loss", lambda: model(**batch, labels=batch["input_ids"])),
+        ("no task 'mth'", lambda: live.route(["mth"])),
+    ):
+        live.route(threshold=0.5)
+        with pytest.raises(UserError, match=said):
+            call()
+    live.route(threshold=2.0, explain=True)
+    model(**batch)
+    assert live.router and live.router.chosen == [None] * 4 and live.current == {}
+    assert capfd.readouterr().err.count("the base: ") == 4
+    assert "forward" in vars(model) and "forward" not in vars(live.use("math"))
+    library.attach(live.reset(), store, base).route()
+    library.attach(model, store, base)
+    assert "forward" not in vars(model)
+    bases = library.build(load(base), {t: load(base.parent / t) for t in TASKS}, num_bases=2)
+    with pytest.raises(UserError, match="needs a store of all tasks"):
+        library.attach(loaded(base), bases, load(base)).route()
+
+
+def test_gates_come_and_go_with_their_task(stored: Any, tmp_path: Path) -> None:
+    base, models, store = stored("llama", "sampled")
+    held = load_file(store / "gates/math-1.safetensors")
+    exact = load_file(stored("llama", "dense")[2] / "gates/math-1.safetensors")
+    assert held.keys() == {f"model.layers.{k}.self_attn.v_proj.weight" for k in (0, 1)}
+    assert all(torch.equal(gate, exact[name]) for name, gate in held.items())  # not of the sample
+    tvb("add", tmp_path / "grown", models[0], "--task", "math", "--base", base)
+    for task, model in (("code", models[1]), ("safety", models[2])):
+        tvb("add", tmp_path / "grown", model, "--task", task)
+    tvb("remove", tmp_path / "grown", "--task", "math")
+    names = {path.name.split("-")[0] for path in (tmp_path / "grown/gates").iterdir()}
+    assert names == {*TASKS}  # the former state has it
+    tvb("undo", tmp_path / "grown")
+    live = library.attach(loaded(base), tmp_path / "grown", base)
+    live.route()(torch.tensor([[1, 2, 3]]))
+    assert live.router and live.router.gate.tasks == [*TASKS]
+    (tmp_path / "grown/gates/math-1.safetensors").write_bytes(b"0" * 9)
+    with pytest.raises(UserError, match="gates/math-1"):
+        library.attach(loaded(base), tmp_path / "grown", base)
+
+
+T5 = "encoder.block.0.layer.0"
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "found"),
+    [
+        ("BertModel", {}, ["encoder.layer.0.attention.self.value.weight"]),
+        ("GPTNeoXModel", {}, ["layers.0.attention.query_key_value.weight"]),
+        ("T5Model", {"d_model": 32, "num_layers": 2}, [f"{T5}.SelfAttention.v.weight"]),
+        ("MixtralModel", {}, ["layers.0.self_attn.v_proj.weight"]),
+        ("GPT2Model", {"n_embd": 32, "n_layer": 2, "n_head": 4}, ["h.0.attn.c_attn.weight"]),
+    ],
+)  # fmt: skip
+def test_the_matrices_of_an_architecture(kind: str, keys: dict[str, Any], found: list[str]) -> None:
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "intermediate_size": 32, "vocab_size": 32}  # fmt: skip
+    cls: Any = getattr(transformers, kind)
+    with torch.device("meta"):
+        model = cls(cls.config_class(**(small if not keys else {"vocab_size": 32}), **keys))
+    matrices = [name for name, p in model.named_parameters() if p.dim() == 2]
+    assert looked_at(matrices)[0] == found
+    others = [name for name in matrices if name not in found]
+    assert looked_at(others)[0] == [] and len(looked_at(others)[1]) > 1
