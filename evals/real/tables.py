@@ -286,6 +286,26 @@ def online(study: Study) -> str:
     return grid(("models", "held", "M"), columns, rows)
 
 
+def routing(study: Study) -> str:
+    """The right task of prompts by the weights alone."""
+
+    def right(of: Callable[[Iterable[float]], float]) -> Value:
+        return lambda record: of((means(record["result"]) or {"": 0.0}).values())
+
+    def result(key: str) -> Value:
+        return lambda record: record["result"].get(key)
+
+    columns = {"right task": Column(right(statistics.fmean)), "worst task": Column(right(min)),
+               "AUROC, no task": Column(result("none")), "answered": Column(result("kept")),
+               "no task, answered": Column(result("others kept"))}  # fmt: skip
+    ways = {"templates": "as they are", "stripped": "without their templates",
+            "german": "after a German sentence", "long": "after 12 sentences",
+            "quickstart": "the quickstart's, full fine-tunes"}  # fmt: skip
+    rows = [((TITLES[models], title), study.find(models, kind="routed", how=how))
+            for models in MODELS for how, title in ways.items()]  # fmt: skip
+    return grid(("models", "prompts"), columns, rows)
+
+
 def theory(study: Study) -> str:
     """Constants and bounds of the paper, and the losses that were seen, for each task."""
     records = [r for m in MODELS for r in study.find(m, kind="theory")]
@@ -310,7 +330,7 @@ def theory(study: Study) -> str:
 
 
 TABLES = {"specialists": specialists, "merges": merges, "bases": bases, "learned": learned,
-          "stores": stores, "forgetting": forgetting, "online": online,
+          "stores": stores, "routing": routing, "forgetting": forgetting, "online": online,
           "theory": theory}  # fmt: skip
 BARS = ("ta", "ties", "iso", "tsvm", "wudi_30")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#222222")  # Okabe and Ito's
