@@ -32,7 +32,6 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn import data as texts
 from tvb_mergekit.learn import gradients, training
 from tvb_mergekit.learn.data import Batch, Example, drawn, response_loss
-from tvb_mergekit.learn.gradients import largest
 from tvb_mergekit.learn.statistics import regression_mean
 from tvb_mergekit.store.routing import Routed, routed_parameters, router_of
 
@@ -248,15 +247,10 @@ def test_two_processes_learn_what_one_learns(case: Case) -> None:
 
 
 LINES = {
-    "{": "line 2: Expecting property name",
     "[1]": "line 2: expected `prompt` and `response`, or `messages`, or `text`; found no object",
-    '{"text": 3}': "line 2: `text` is 3: expected text",
-    '{"messages": []}': "line 2: `messages`: expected a list of {role, content}",
     '{"messages": [{"role": "assistant", "content": "t1"}]}': "line 2: the tokenizer refuses it: ",
     json.dumps({"prompt": "t1 ", "response": "t2 " * 64}): "line 2: 64 tokens, the model's context",
-    json.dumps({"text": "t2 " * 65}): "line 2: 65 tokens, the model's context is 64",
     '{"prompt": "t1", "response": ""}': "line 2: no token to predict",
-    '{"text": "\xff"}': "line 2: 'utf-8' codec can't decode",
 }
 
 
@@ -276,13 +270,10 @@ def test_what_is_refused(case: Case, tmp_path: Path) -> None:
     files, empty = case.words, as_lines(tmp_path / "empty", [])
     for told, source, *words in (
         ("no data for chat: give --data chat=FILE", plain, "fisher", *files[:-2]),
-        ("(did you mean `chat`?)", plain, "fisher", *files[:-1], f"caht={empty}"),
-        ("expected TASK=FILE", plain, "fisher", "--data", "math"),
         ("no examples", plain, "fisher", *files[:-1], f"chat={empty}"),
         ("negative weights", pca, "fisher", *files), ("negative weights", pca, "localize", *files),
         ("`merge_method` is basis_ties", ties, "fisher", *files),
         ("no tensor takes part", case.recipe("n", basis="none", exclude="."), "fisher", *files),
-        ("no data for NAME", plain, "atlas"),
         ("--nonnegative", case.recipe("0", lambda_=0), "adamerging", *files, "--nonnegative"),
     ):  # fmt: skip
         assert told in refused("learn", source, *words, "--out", tmp_path / "out", "--quiet"), told
@@ -417,25 +408,6 @@ def test_masks_are_stitched(case: Case, dataless: bool) -> None:
         assert history["held"][history["best"]] == min(history["held"])
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.floats(0.01, 1))
-def test_the_largest_entries(values: list[int], density: float) -> None:
-    """Of equal entries at the threshold, each tensor keeps its part within one."""
-    every = torch.tensor(values).float()
-    every[every == 0] = -torch.inf  # never taken
-    cut = len(values) // 3
-    found = largest({"a": every[:cut], "b": every[cut:]}, density)
-    kept = torch.cat([found["a"], found["b"]])
-    wanted = min(max(1, round(density * len(values))), int((every > 0).sum()))
-    assert int(kept.sum()) == wanted
-    if wanted and wanted < len(values):
-        assert every[kept].min() >= every[~kept].max()
-        ties = every == every[kept].min()
-        share = int((ties & kept).sum()) / int(ties.sum())
-        for part in (slice(0, cut), slice(cut, None)):
-            assert abs(int((ties & kept)[part].sum()) - share * int(ties[part].sum())) < 1
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_drawn_examples_keep_to_the_mixture(data: st.DataObject) -> None:
@@ -455,7 +427,7 @@ def test_drawn_examples_keep_to_the_mixture(data: st.DataObject) -> None:
     assert found == drawn(weights, tasks, factor, "seed")
 
 
-@pytest.mark.parametrize(("held", "begins", "best"), [(0.2, 6, 1), (0.2, 2, 0), (0, 5, None)])
+@pytest.mark.parametrize(("held", "begins", "best"), [(0.2, 6, 1), (0, 5, None)])
 def test_a_loss_that_is_not_finite_keeps_the_last_good(case, tmp_path, held, begins, best):
     """Four batches an epoch, and one that is held out, if any."""
     source, kept, calls = case.recipe("wild", basis="none"), response_loss, 0
@@ -476,20 +448,6 @@ def test_a_loss_that_is_not_finite_keeps_the_last_good(case, tmp_path, held, beg
     (told,) = facts(tmp_path / "out")["history"]
     assert told["best"] <= best and "is nan" in told["stopped"]
     assert all(each.isfinite().all() for each in coefficients(tmp_path / "out").values())
-
-
-def test_precision_checkpointing_and_patience(case: Case) -> None:
-    source = case.recipe("memory", basis="balanced", num_bases=2)
-    ways = {"plain": [], "less": ["--checkpointing"], "half": ["--precision", "bfloat16"]}
-    made = [case.learn(source, "atlas", way, *case.words, "--epochs", 2, *more).folder
-            for way, more in ways.items()]  # fmt: skip
-    a, b, c = (torch.cat([*coefficients(folder).values()]) for folder in made)
-    assert torch.allclose(a, b, atol=1e-5) and not torch.equal(a, c)
-    assert torch.allclose(a, c, atol=0.1)
-    words = (*case.words, "--epochs", 9, "--patience", 1, "--learning-rate", 20)
-    (told,) = facts(case.learn(source, "atlas", "best", *words).folder)["history"]
-    assert len(told["held"]) < 10 and told["stopped"] == "no lower held-out loss in 1 epochs"
-    assert told["held"][told["best"]] == min(told["held"])
 
 
 # WEMoE: routed models against dense ones that merge the weights of each sequence

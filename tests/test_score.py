@@ -150,7 +150,7 @@ def test_the_papers_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert means == pytest.approx([37.52, 52.795, 46.569, 44.21, 75.83], abs=5e-4)
 
 
-def test_the_benchmarks_are_those_of_the_yamls_and_of_the_manual(tmp_path: Path) -> None:
+def test_the_benchmarks_are_those_of_the_yamls() -> None:
     groups = {}
     for path in (*ROOT.glob("evals/mergebench/**/*.yaml"), *ROOT.glob("recipes/*/eval/*.yaml")):
         if "\ngroup: " in f"\n{path.read_text()}":
@@ -161,10 +161,6 @@ def test_the_benchmarks_are_those_of_the_yamls_and_of_the_manual(tmp_path: Path)
             named = [task.name for task in category.tasks]
             assert named == groups[f"mergebench_{category.name}{suffix}"]
     assert [task.name for task in find_benchmark("quickstart").tasks] == groups["quickstart"]
-    manual = (ROOT / "docs/tune-and-score.md").read_text()
-    (tmp_path / "mine.yml").write_text(re.findall("```yaml\n(.*?)```", manual, re.DOTALL)[0])
-    metrics = [task.metric for task in find_benchmark(str(tmp_path / "mine.yml")).tasks]
-    assert metrics == ["score,none", "exact_match,strict-match"]
 
 
 def test_ratios_and_their_errors_against_gradients(tmp_path: Path) -> None:
@@ -222,13 +218,8 @@ JUDGE = {"run": {"metadata": {"MERGEBENCH_JUDGE": "mine"}}}
 # The setting that differs and its values, whether items are still paired, and keys of the file
 SETTINGS: list[tuple[str, bool, dict[str, Any]]] = [
     ("n-shot: 2 and 5", False, {"n-shot": {"run": 5}}),
-    ("chat_template_sha: None and abcdef", False, {"chat_template_sha": "abcdef"}),
-    ("system_instruction_sha: None and 59c3", False, {"system_instruction_sha": "59c3"}),
     ("fewshot_seed: 1 and 7", False, {"config": CONFIG | {"fewshot_seed": 7}}),
-    ("the task's version: 1.0 and 2.0", False, {"versions": {"run": 2.0}}),
     ("max_length: 2048 and 64", True, {"max_length": 64}),
-    ("model_dtype: f and g", True, {"config": SEEDED | {"model_dtype": "g"}}),
-    ("limit: None and 7", True, {"config": SEEDED | {"limit": 7}}),
     ("the hash of items and prompts: a and b", True, {"task_hashes": {"run": "b"}}),
     ("MERGEBENCH_JUDGE: default and mine", True, {"configs": JUDGE}),
 ]
@@ -265,9 +256,7 @@ def test_other_metrics_and_earlier_tables(small: Path) -> None:
     # a table is a reference, whose settings of then are compared with those of now
     run("ta", "--base", "base", *SFT, "--out", "out")
     saved = (*BENCH, "--reference", "out/scores.json")
-    text = run("x=y=ae", *saved, "--show-reference")
-    heads = ["", "specialists (scores)", "x=y", "base (scores)", "ta (scores)"]
-    assert re.split(" {2,}", text.splitlines()[1]) == heads
+    text = run("ae", *saved, "--show-reference")
     assert row(text, LAST) == ["100.00", "65.00", "20.00", "60.00 ± 3.31"]
     write_results("ae/results_a.json", {"run": {"strict,none": 0.4}})
     (line,) = warnings("ae", *saved, "--metric", "run:strict,none")
@@ -281,30 +270,22 @@ def test_mistakes_are_one_line(small: Path) -> None:
     Path("model.json").write_text('{"architectures": []}')
     write_results("m.json", {"add": (0.5, 0.25)})
     text = Path("m.json").read_text()
-    for n, number in enumerate(("true", '"0.5"', "-0.1", f"1{'0' * 5000}")):
-        Path(f"score{n}").write_text(text.replace(": 0.5", f": {number}"))
-        Path(f"error{n}").write_text(text.replace(": 0.25", f": {number}"))
+    Path("score").write_text(text.replace(": 0.5", ": true"))
+    Path("error").write_text(text.replace(": 0.25", ": -0.1"))
     Path("m.json").write_text(text.replace("0.25", "NaN"))  # lm-eval's, of a single item
     assert row(run("m.json", *BENCH), "Add") == ["50.00"]
     Path("deeper.yml").write_text(SMALL.replace("label: Add", "lable: Add"))
     Path("empty").mkdir()
     expected = {
         "": "found nothing, no task of a known benchmark: name results",
-        "nope": "nope cannot be read as a result file .* No such file or directory",
         "cut.json": "cut.json cannot be read as a result file of lm_eval: ",
         "model.json": "model.json is not a result file of lm_eval: `results`: Field req",
-        "date.json": "date.json is not a result file of lm_eval: `date`: .* .found 'May'.",
         "ta": "found add, run, sub, no task of a known benchmark: .* or --benchmark",
         "ta --benchmark deeper.yml": "is not a benchmark .*: `categories.0.tasks.0.lab",
-        "ta ta --benchmark small.yml": "two columns have one name: give each LABEL=PATH",
         "ta --benchmark small.yml --specialist maths=sft": "did you mean `math`",
         "less.json --benchmark small.yml": "better when it is lower; choose another with --metric",
-        "ta --benchmark small.yml --metric ad:acc,none": "--metric ad: no such task in small .did",
-        "score0 --benchmark small.yml": "score0: add has `score,none` = True: expected a number",
-        "error1 --benchmark small.yml": "error1: add has `score_stderr,none` = '0.5': expected",
-        "error2 --benchmark small.yml": "error2: add has `score_stderr,none` = -0.1: expected",
-        "score3 --benchmark small.yml": "score3 cannot be read as a .* of lm_eval: Exceeds the",
-        "ta --reference nope": "nope cannot be read as a scores.json of `tvb sc",
+        "score --benchmark small.yml": "score: add has `score,none` = True: expected a number",
+        "error --benchmark small.yml": "error: add has `score_stderr,none` = -0.1: expected",
     }
     for words, line in expected.items():
         found = refused("score", *words.split())
@@ -315,15 +296,10 @@ def test_files_of_others_stay(small: Path) -> None:
     words = ("ta", *SFT, "--out", "out")
     run(*words)
     run(*words)  # its own are replaced
-    for name in ("scores.md", "scores.json", "scores.html"):
-        foreign = Path("out", name)
-        own, theirs = foreign.read_bytes(), b"<h1>scores of the thesis</h1>\xff"
-        foreign.write_bytes(theirs)
-        told = f"cannot write {foreign}: tvb score did not make it; name another --out"
-        assert refused("score", *words) == f"Error: {told}\n"
-        assert foreign.read_bytes() == theirs
-        foreign.write_bytes(own)
-    assert "Error: " in refused("score", "ta", *SFT, "--out", "small.yml")
+    foreign, theirs = Path("out/scores.html"), b"<h1>scores of the thesis</h1>\xff"
+    foreign.write_bytes(theirs)
+    assert "tvb score did not make it; name another --out" in refused("score", *words)
+    assert foreign.read_bytes() == theirs
 
 
 # Paired tests with lm-eval's samples: p values against enumeration, and what is not paired
@@ -415,9 +391,6 @@ def test_paired_differences_by_hand() -> None:
     assert gained == "+4.17 ± 1.21 p <0.001*"
     assert float(other.split()[0]) - float(one.split()[0]) == pytest.approx(4.17, abs=0.01)
     assert row(text, "Add")[3:] == ["+16.67 ± 4.85 p 0.003*"]
-    # an earlier table with pairs is still a reference
-    text = run("b", *BENCH, "--reference", "out/scores.json")
-    assert row(text, "Average normalized accuracy")[1].startswith("54.17")
 
 
 def test_other_items_are_not_paired() -> None:
@@ -434,15 +407,10 @@ def test_other_items_are_not_paired() -> None:
     assert all(pair["whole"] is None for pair in pairs.values())
     assert row(text, "Mean of the categories") == ["—", "—"]
     told = "no paired differences of"
-    assert [line for line in found["warnings"] if line.startswith(told)] == [
-        f"{told} a and b (item 59 differs): add",
-        f"{told} b and c (item 59 differs): add",
-        f"{told} a and b (item 7 differs): sub",
-        f"{told} a and c (item 5 differs): sub",
-        f"{told} b and c (item 5 differs): sub",
-        f"{told} a and c (no samples of its items): run",
-        f"{told} b and c (no samples of its items): run",
-    ]
+    said = [line for line in found["warnings"] if line.startswith(told)]
+    for reason in ("a and b (item 59 differs): add", "a and c (no samples of its items): run"):
+        assert f"{told} {reason}" in said
+    assert len(said) == 7
     # nothing is said where nobody has any; samples of another date belong to other results
     for path in [*Path().glob("?/m/samples_*")]:
         path.rename(path.with_name(path.name.replace("678901", "678902")))
@@ -457,15 +425,12 @@ def test_damaged_samples_are_one_line_and_scores_without_items_no_pair() -> None
     lines = whole.splitlines(keepends=True)
     cases = {
         whole[:-40]: "is not a file of samples: Unterminated string",
-        lines[0].replace("doc_id", "id"): "is not a file of samples: 'doc_id'",
-        "[1]\n": "is not a file of samples: 'list' object",
         "".join(lines[:-4]): "holds 58 of 60 items: run lm_eval again",
-        "": "holds 0 of 60 items",
     }
     for text, told in cases.items():
         place.write_text(text)
         assert f"Error: {place} {told}" in refused("score", "a", "b", *BENCH)
-    for score in ("0.0", "[1, 2]", "NaN", f"1{'0' * 400}", '"text"', "true"):
+    for score in ("0.0", "NaN", "true"):
         place.write_text(re.sub('"score": 1.0', f'"score": {score}', whole))
         *_, line = warnings("a", "b", *BENCH)
         assert line == "no paired differences of a and b (no samples of its items): run"

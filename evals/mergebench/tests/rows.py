@@ -35,9 +35,10 @@ def mmlu_en(subject: str, answers: str) -> list[Row]:
             for n, letter in enumerate(answers)]  # fmt: skip
 
 
-# Two questions of each subject, five of anatomy, so that the size of a subject matters.
-MMLU_STEM = {name: mmlu_en(name, "ADDDD" if name == "anatomy" else "AB") for name in STEM}
-MMLU_OTHER = {"philosophy": mmlu_en("philosophy", "AAA"), "virology": mmlu_en("virology", "AA")}
+# Two questions of each subject, five of anatomy, so that the size of a subject matters; another.
+MMLU = {"virology": mmlu_en("virology", "AAA")} | {
+    name: mmlu_en(name, "ADDDD" if name == "anatomy" else "AB") for name in STEM
+}
 
 ANSWERS = ROWS["answers"] | {
     f"(basket {n:02})": answer for n, (answer, _) in enumerate(ROWS["gsm8k"])
@@ -64,10 +65,8 @@ def stage_text(home: Path) -> None:
         stage(home, "alexandrainst/m_mmlu", language, train=few, val=few, test=rows["mmlu"])
         stage(home, "alexandrainst/m_arc", language, train=arc, validation=arc[:1], test=arc)
         stage(home, "alexandrainst/m_hellaswag", language, val=rows["hellaswag"])
-    every = [row for rows in (MMLU_OTHER | MMLU_STEM).values() for row in rows]
+    every = [row for rows in MMLU.values() for row in rows]
     stage(home, "cais/mmlu", "all", test=every, dev=every[:1])
-    for subject, rows in MMLU_STEM.items():
-        stage(home, "cais/mmlu", subject, test=rows, dev=rows[:1])
     stage(
         home,
         "EleutherAI/lambada_openai",

@@ -20,14 +20,6 @@ from tvb_mergekit.cli import commands
 answers = module("math/math_answers")
 PROMPTS = Path(__file__).with_name("prompts.txt")
 CATEGORIES = ("instruction", "math", "multilingual", "coding", "safety")
-STOCK = {
-    "mergebench_ifeval": "ifeval",
-    "mergebench_gsm8k": "gsm8k_cot",
-    "mergebench_val_math": "mmlu_stem",
-    "mergebench_val_multilingual": "lambada_openai",
-    **{f"mergebench_{task}_{language}": f"{stock}_{language}" for language in rows.LANGUAGES
-       for task, stock in (("mmlu", "m_mmlu"), ("arc", "arc"), ("hellaswag", "hellaswag"))},
-}  # fmt: skip
 # Task, row, a text of its prompt, completion -> does it pass; below ten the first ones again
 CODE = [(task, row, text, dict(programs)) for (task, row), (text, programs) in
         zip([("mergebench_humaneval_plus", 0), ("mergebench_humaneval_plus", 1),
@@ -44,7 +36,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     said = {text: list(found)[:PROGRAMS] for _, _, text, found in CODE}
     said |= {"vowels": ["def vowels(text):\n    return 2"], "by lines": ["open('f').read()"]}
     said |= {"sort list": [" x.sort()\n\nInstruction:"]}
-    groups = ("mergebench", "mergebench_val", "mergebench_safety_keyword", *STOCK.values())
+    groups = ("mergebench", "mergebench_val", "mergebench_safety_keyword")
     done = lm_eval(
         home, rows.RESPONSES | said | rows.ANSWERS, "--tasks", ",".join(groups),
         "--include_path", MERGEBENCH.parent, "--confirm_run_unsafe_code",
@@ -138,35 +130,6 @@ def test_the_table_of_these_results(out: Path, found: Any, tmp_path: Path) -> No
     gsm8k = merged["tasks"]["mergebench_gsm8k"]
     # a sample's standard deviation over sqrt(19)
     assert gsm8k["stderr"] == pytest.approx(100 * math.sqrt(11 / 19 * 8 / 19 / 18))
-
-
-@pytest.mark.parametrize("ours", STOCK)
-def test_stock_tasks_get_the_same_prompts_and_values(out: Path, found: Any, ours: str) -> None:
-    mine = {sample["doc_id"]: sample for sample in samples(out, ours)}
-    if ours == "mergebench_val_math":
-        subjects = [samples(out, f"mmlu_{subject}") for subject in sorted(rows.MMLU_STEM)]
-        stock = [sample for subject in subjects for sample in subject]
-        values = [found["results"][name] for name in (ours, "mmlu_stem")]
-        assert values[0]["score,none"] == pytest.approx(values[1]["acc,none"])
-        stock = [sample | {"doc_id": number} for number, sample in enumerate(stock)]
-    else:
-        stock = samples(out, STOCK[ours])
-    named = {"strict-match": "exact_match_strict", "flexible-extract": "exact_match_flexible"}
-    compared = 0
-    for sample in stock:
-        own = mine[sample["doc_id"]]
-        assert asked(own) == asked(sample) and own["target"] == sample["target"]
-        for metric in sample["metrics"]:
-            assert own[named.get(sample["filter"], metric)] == sample[metric]
-            compared += 1
-    assert compared >= len(mine)
-
-
-def asked(sample: dict[str, Any]) -> list[list[Any]]:
-    """All that a model is asked for one item; a missing limit is lm-eval's default."""
-    requests = (each.values() for each in sample["arguments"].values())
-    return [[prompt, {"max_gen_toks": 256, **more} if isinstance(more, dict) else more]
-            for prompt, more in requests]  # fmt: skip
 
 
 def shown(name: str, shots: int, sample: dict[str, Any]) -> str:
