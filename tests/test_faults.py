@@ -116,14 +116,11 @@ NAMED = {"model": "./c", "parameters": {"task": "a"}}
 RECIPES = {
     # a key that nobody knows, or that stands in the wrong place
     "misspelt parameter": wrong({"lamda": 0.5}, "`lamda`", r"`lambda`\?", "parameters"),
-    "misspelt top": wrong({}, "`paramters`", r"`parameters`\?", paramters={"lambda": 0.5}),
     # values
     "null": wrong({"lambda": None}, "`parameters.lambda`|`lambda`", "None|empty"),
     "gradient": wrong(AE | {"num_bases": [2, 3]}, "`num_bases`", r"\[2, 3\]", "one value"),
     "M > T": wrong({"num_bases": 4}, "`num_bases` is 4", "3 models"),
-    "two sizes": wrong({"basis_ratio": 0.9, "num_bases": 2}, "`num_bases`", "`basis_ratio`", "one"),
     "no expression": wrong({"exclude": "*.bias"}, "`exclude`", "regular expression"),
-    "no filter": wrong({"lambda": [{"filtr": "mlp", "value": 1.0}]}, "`filtr` under `lambda`"),
     "another base": Case(slices(ALL, base_model="./a"), (r"`slices\[0\].base_model` is ./a",)),
     "all excluded": wrong({"exclude": "."}, "no tensor takes part", "exclude"),
     "dtype": wrong({}, "cannot plan this merge: .*bfloat17", dtype="bfloat17"),
@@ -134,10 +131,8 @@ RECIPES = {
     ),
     "same folder": Case(recipe(models=("./a", "a/")), (r"`models\[1\]", "a/", "once")),
     "task names": Case(recipe(models=("./a", "./b/../b", NAMED)), ("./a", "./c", "'a'", "`task:`")),
-    "path": Case(recipe(models=("./a", "./nope")), ("./nope", "no such folder")),
     "plus in a path": Case(recipe(models=("./a", "./b+c")), ("adapter c .* no adapter_config",)),
     # no recipe at all
-    "list": Case("- merge_method: basis_ta\n", ("recipe.yml", "a list, expected a mapping")),
     "syntax of any method": Case(
         "merge_method: linear\nmodels: [\n", ("recipe.yml: not a YAML", "line 3")
     ),
@@ -151,8 +146,6 @@ RECIPES = {
         + "merge_method: basis_ta\nparameters: {exclude: *j}\n",
         ("recipe.yml: its aliases", "1,000,000 values"),
     ),
-    "an alias of itself": Case("models: &a [*a]\nmerge_method: basis_ta", ("its aliases",)),
-    "date of no calendar": Case("merge_method: 2024-13-01", ("recipe.yml: not a YAML", "month")),
     "key twice": Case(
         "parameters: {lambda: 1}\n" + yaml.safe_dump(recipe()), ("`parameters`", "twice|second")
     ),
@@ -164,7 +157,7 @@ RECIPES = {
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-NORM, HEAD, MLP = "model.norm.weight", "lm_head.weight", "model.layers.0.mlp.up_proj.weight"
+NORM, MLP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
 SHARDED = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 Setup = Callable[[Path], object]
 
@@ -293,7 +286,6 @@ OF_FILES = {
         wants=("b/pytorch_model.bin", "truncated"),
     ),
     "bin code": Case(setup=payload, wants=("b/pytorch_model.bin", "running code", "safetensors")),
-    "no config": Case(setup=removed("b/config.json"), wants=("./b has no configuration",)),
     "quantized": Case(setup=quantized, wants=("./b is stored quantized .gptq.",)),
 }
 
@@ -407,30 +399,19 @@ def test_values_are_resolved() -> None:
 KEYS: dict[str, list[tuple[dict[str, object], str]]] = {
     "basis_ta": [
         ({"Basis": "ae"}, "did you mean `basis`?"),
-        ({"zzz": 1}, "unknown key `zzz` under parameters: Known keys: basis, seed"),
-        ({"a\nb": 1}, "unknown key `a\\nb`"),
         ({"basis": "blanced"}, "`basis` is 'blanced': Input should be 'ae', "),
         ({"basis": "none", "num_bases": 4}, "belongs to basis ae or linear_ae or pca"),
-        ({"temperature": float("inf")}, "`temperature` is inf: Input should be a finite"),
-        ({"seed": 2**64}, "`seed` is 18446744073709551616: Input should be less than"),
         ({"basis": "pca", "steps": 9}, "`steps` belongs to basis ae or linear_ae, not to pca"),
-        ({"exclude": ""}, "`exclude` is '': String should have at least 1"),
-        ({"lambda": [{"filter": "x", "value": "y"}]}, "`lambda` is 'y': Input should"),
     ],
-    "basis_tb": [({}, "unknown method `basis_tb`: expected one of basis_iso")],
     "basis_negate": [
         (FORGET | {"merge_func": "sum"}, "`merge_func` belongs to basis_ties"),
         ({"forget": "math"}, "basis_negate needs `alpha` as a parameter"),
-        (FORGET | {"forget": "math,,code"}, "the unknown task ''"),
-        (FORGET | {"forget": ["math"]}, "`forget` is ['math']: Input should be a valid string"),
     ],
     "basis_wudi": [
         ({"flow_time": 0}, "`flow_time` is 0: Input should be 'auto' or 'exact' or "),
-        ({"ridge": 0.1}, "unknown key `ridge`"),
     ],
     "basis_ties": [
         ({"density": 0}, "`density` is 0: Input should be greater than 0"),
-        ({"merge_func": True}, "`merge_func` is True; quote a name"),
     ],
 }
 
@@ -443,8 +424,6 @@ def test_mistakes_are_told_in_one_line(method, given, fragment):
     with pytest.raises(UserError) as caught:
         resolve_settings(method, given, TASKS)
     assert fragment in str(caught.value) and "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="lists no models" if method in METHODS else "unknown"):
-        resolve_settings(method, given, [])
 
 
 def test_names_of_tasks_from_paths() -> None:
@@ -456,8 +435,6 @@ def test_names_of_tasks_from_paths() -> None:
 
 NAMES = {
     "the task name '' of model './b' is empty, or": ["math", ""],
-    "'a,b' of model './a' is empty, or has a comma": ["a,b", "c"],
-    "an outer blank": ["math", " code"],
     "control character": ["math", "co\nde"],
     "'math' of model './b' is also that of model ./a: give it another `task:`": ["math", "math"],
 }
