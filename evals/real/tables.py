@@ -148,12 +148,12 @@ def grid(heads: Sequence[str], columns: Mapping[str, Column], rows: Rows) -> str
 
 
 def by_basis(study: Study, *kinds: str) -> Rows:
-    """A row for each kind of models, basis and M; of eight tasks only M = T and T/2."""
+    """A row for each kind of models, basis and M; M below T/2 only of full fine-tunes."""
     return [
         ((TITLES[models], named(basis, count)),
          [r for kind in kinds for r in study.find(models, kind=kind, basis=basis, num_bases=count)])
         for models in MODELS for basis in BASES for count in study.sizes(models, basis, *kinds)
-        if count > 2 or 2 * count == len(MODELS[models][1])
+        if 2 * count >= len(MODELS[models][1]) or models == "full" and count > 2
     ]  # fmt: skip
 
 
@@ -198,7 +198,8 @@ def merges(study: Study) -> str:
         sums = study.find(models, kind="merge", how="ta", basis="none")
         lengths |= {(models, r["seed"]): r["result"]["length"] for r in sums}
         ways = [("merge", how, merge.title) for how, merge in MERGES.items()]
-        ways += [("theirs", how, f"mergekit's `{how}`") for how in THEIRS]
+        if models == "full":
+            ways += [("theirs", how, f"mergekit's `{how}`") for how in THEIRS]
         for kind, how, title in ways:
             found = study.find(models, kind=kind, how=how, num_bases=len(tasks))
             rows.append(((TITLES[models], title), found))
@@ -307,7 +308,7 @@ def routing(study: Study) -> str:
 
 
 def theory(study: Study) -> str:
-    """Constants and bounds of the paper, and the losses that were seen, for each task."""
+    """Constants and bounds of the paper, and the losses that were seen, for two of the tasks."""
     records = [r for m in MODELS for r in study.find(m, kind="theory")]
     if not records:
         return ""
@@ -317,7 +318,10 @@ def theory(study: Study) -> str:
     heads = ["task", "norm", "of the base's", "largest cosine", "L", "best lambda", "1/T", "bound",
              "unseen", "bound", "negation", "bound", "over bases", "bound"]  # fmt: skip
     lines = [heads, ["---"] + ["---:"] * (len(heads) - 1)]
-    for place, (task, each) in enumerate(found["tasks"].items()):
+    tasks = list(found["tasks"])
+    lengths = {task: each["norm"] for task, each in found["tasks"].items()}
+    for task in (min(tasks, key=lengths.__getitem__), max(tasks, key=lengths.__getitem__)):
+        place, each = tasks.index(task), found["tasks"][task]
         numbers = [f"{each['norm']:.2f}", f"{each['ratio']:.2%}", f"{each['largest cosine']:.2f}",
                    f"{abs(each['smoothness']):.0f}", f"{each['added']['best']:.2f}"]  # fmt: skip
         for pairs in every.values():
