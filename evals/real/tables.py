@@ -153,7 +153,7 @@ def by_basis(study: Study, *kinds: str) -> Rows:
         ((TITLES[models], named(basis, count)),
          [r for kind in kinds for r in study.find(models, kind=kind, basis=basis, num_bases=count)])
         for models in MODELS for basis in BASES for count in study.sizes(models, basis, *kinds)
-        if 2 * count >= len(MODELS[models][1]) or models == "full" and count > 2
+        if 2 * count >= len(MODELS[models][1]) or (models == "full" and count > 2)
     ]  # fmt: skip
 
 
