@@ -189,7 +189,7 @@ FORCED = {"tokenizer": {"source": "base", "tokens": {"t5": {"source": "base", "f
 REFUSED: dict[str, tuple[str, str, list[Any], dict[str, Any]]] = {
     "is of a store, a difference": ("task_arithmetic", "base", [STORE], {"weight": 1.0}),
     "has no vector 'mth' (did you mean `math`?)": ("basis_ta", "base", ["built/mth"], {}),
-    "built/math is listed twice": ("basis_ta", "base", [STORE, STORE], {}),
+    "built/math twice": ("basis_ta", "base", [STORE, STORE], {}),
     "are two stores": ("basis_ta", "base", ["built/math", "bases/B0"], {}),
     "is not a vector of": ("basis_ta", "base", ["built/math", "code"], {}),
     "make sense together only": ("basis_ta", "base", ["bases/B0"], {}),

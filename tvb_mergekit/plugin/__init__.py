@@ -31,40 +31,25 @@ WRAPPED = {
     "mergekit.scripts.run_yaml": ("run_merge", "main.callback"),
     "mergekit.scripts.multimerge": ("run_merge", "main.callback"),
 }
-# MODULE:NAME of everything else that this package takes from mergekit, replaces or calls
-NAMES = """
-merge_methods.registry:register
-merge_methods.registry:_METHODS
-merge_methods.base:MergeMethodSpec
-merge_methods.base:ParameterSpec.validate
-merge_methods.base:MergeMethod._execute
-merge_methods.base:MergeMethod.validate_inputs
-architecture:json_definitions._load_architecture_json
-merge:_model_out_config
-merge:_update_config_vocab
-merge:_set_chat_template
-merge:_copy_tokenizer
-merge:_get_donor_model
-plan:MergePlanner._plan
-plan:MergePlanner.plan_tensor
-plan:MergePlanner.plan_layer
-plan:MergePlanner._tensors
-plan:MergePlanner._tokenizer_task
-plan:MergePlanner._model_arch
-merge_methods.task_adapter:ExecuteMergeMethodTask.gather_tensors
-merge_methods.task_adapter:ExecuteMergeMethodTask.parameters
-io.tasks:GatherTensors.weight_info
-io.tasks:LoadTensor
-io.tasks:LoaderCache.loaders
-io.tasks:LoaderCache.setup
-io.lazy_tensor_loader:LazyTensorLoader.get_tensor
-io.lazy_tensor_loader:ShardedTensorIndex
-tokenizer:PermutedVocabulary
-tokenizer:truncate.TruncatedVocabulary
-graph:Executor.run
-card:is_hf
-card:generate_card
-""".split()
+# Module -> everything else that this package takes from mergekit, replaces or calls
+USED = {
+    "merge_methods.registry": "register _METHODS",
+    "merge_methods.base": "MergeMethodSpec ParameterSpec.validate MergeMethod._execute "
+    "MergeMethod.validate_inputs",
+    "architecture": "json_definitions._load_architecture_json",
+    "merge": "_model_out_config _update_config_vocab _set_chat_template _copy_tokenizer "
+    "_get_donor_model",
+    "plan": "MergePlanner._plan MergePlanner.plan_tensor MergePlanner.plan_layer "
+    "MergePlanner._tensors MergePlanner._tokenizer_task MergePlanner._model_arch",
+    "merge_methods.task_adapter": "ExecuteMergeMethodTask.gather_tensors "
+    "ExecuteMergeMethodTask.parameters",
+    "io.tasks": "GatherTensors.weight_info LoadTensor LoaderCache.loaders LoaderCache.setup",
+    "io.lazy_tensor_loader": "LazyTensorLoader.get_tensor ShardedTensorIndex",
+    "tokenizer": "PermutedVocabulary truncate.TruncatedVocabulary",
+    "graph": "Executor.run",
+    "card": "is_hf generate_card",
+}
+NAMES = [f"{module}:{name}" for module, names in USED.items() for name in names.split()]
 
 
 def on_import(module: ModuleType) -> str | None:

@@ -134,5 +134,5 @@ def from_mapping(document: Mapping[str, Any], text: str | None = None) -> Docume
 
 def document_of(config: MergeConfiguration, text: str = "") -> Document:
     """A recipe that mergekit has read. Raise UserError if it is wrong."""
-    expanded, listed = expand(config)
-    return Document(expanded, read_recipe(expanded, listed), text, config)
+    expanded, bases = expand(config)
+    return Document(expanded, read_recipe(expanded, bases), text, config)

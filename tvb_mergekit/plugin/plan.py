@@ -20,13 +20,12 @@ from tvb_mergekit.core.settings import VARYING_KEYS
 from tvb_mergekit.errors import UserError, listed, refusing
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.sources import Candidate, Source
-from tvb_mergekit.progress import bars
 from tvb_mergekit.store import report
 from tvb_mergekit.store.facts import Facts
 from tvb_mergekit.tensors import merging, ranks
 from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint
 from tvb_mergekit.tensors.merging import check_matrices
-from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, device_of
+from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink
 from tvb_mergekit.tensors.taskset import (
     EXCLUDED,
     UNCHANGED,
@@ -320,8 +319,3 @@ class Plan:
         if bases is not None:
             facts = facts.but(from_store=bases.place)
         return facts if learned is None else facts.but(method=learned.method), tensors
-
-
-def engine_of(options: MergeOptions) -> Engine:
-    """The engine of a merge. Raise UserError if this machine has no such device."""
-    return Engine(device_of(options.device or "cpu"), bars(options.quiet))

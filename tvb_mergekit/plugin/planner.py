@@ -30,20 +30,15 @@ from tvb_mergekit import hub
 from tvb_mergekit.errors import UserError, listed, one_line, refusing
 from tvb_mergekit.names import LAYER, tied_uses
 from tvb_mergekit.plugin.document import Document
-from tvb_mergekit.plugin.plan import MergedTensors, Plan, engine_of
+from tvb_mergekit.plugin.plan import MergedTensors, Plan
 from tvb_mergekit.plugin.recipe import Recipe, identity_of
-from tvb_mergekit.plugin.sources import (
-    candidate,
-    fresh_loaders,
-    give_loaders,
-    stored_names,
-)
-from tvb_mergekit.progress import phase
+from tvb_mergekit.plugin.sources import candidate, fresh_loaders, give_loaders, stored_names
+from tvb_mergekit.progress import bars, phase
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint
 from tvb_mergekit.tensors.merging import settings_over
-from tvb_mergekit.tensors.stream import Weights
+from tvb_mergekit.tensors.stream import Engine, Weights, device_of
 from tvb_mergekit.tensors.taskset import check_words, doubts
 from tvb_mergekit.tensors.ties import tie
 
@@ -78,7 +73,8 @@ def plan_only(document: Document, options: MergeOptions, zeros: Collection[str] 
 
 @refusing(planning=True)
 def _plan(document: Document, options: MergeOptions, zeros: Collection[str]) -> Plan:
-    engine, world = engine_of(options), ranks.world()
+    engine = Engine(device_of(options.device or "cpu"), bars(options.quiet))
+    world = ranks.world()
     held, planner = world.first(lambda: _opened(document, options))
     recipe = document.recipe
     settings = settings_over(held[recipe.base], recipe.settings)  # with the defaults of this base
@@ -122,33 +118,36 @@ def _opened(
     document: Document, options: MergeOptions
 ) -> tuple[dict[ModelReference, Weights], _Planner]:
     """The open models, and mergekit's plan; local files are checked before any download."""
-    recipe, opened = document.recipe, dict[ModelReference, Checkpoint | None]()
+    recipe, opened = document.recipe, dict[object, Checkpoint]()
+
+    def weights(model: ModelReference) -> Checkpoint:  # of an adapter those of its model
+        bare = ModelReference(model=model.model)
+        if (key := identity_of(bare)) not in opened:
+            opened[key] = Checkpoint.open(_folder(bare, options))
+        return opened[key]
+
     for model in recipe.every:
-        has_weights = recipe.bases is None and not _adapts(model, recipe.base)
-        opened[model] = check_model(model, options, has_weights)
+        check_configuration(model, options)
+        if recipe.bases is None and os.path.isdir(model.model.path):
+            weights(model)
     check_tokenizer_source(document.config)
-    base = opened[recipe.base] or _local(recipe.base, options)
+    base = weights(recipe.base)
     held: dict[ModelReference, Weights] = {recipe.base: base}
     if recipe.bases is not None:
         recipe.bases.check_base(base, str(recipe.base))
         vectors = recipe.bases.as_models(base)
         held |= {m: vectors[k] for m, k in zip(recipe.models, recipe.order, strict=True)}
-    for task, model in zip(recipe.tasks, recipe.models, strict=True):
-        if model.lora is not None:
-            held[model] = _opened_adapter(model, task, recipe.base, base, opened[model], options)
-        elif recipe.bases is None:
-            held[model] = opened[model] or _local(model, options)
+    else:
+        for task, model in zip(recipe.tasks, recipe.models, strict=True):
+            held[model] = under = weights(model)
+            if model.lora is not None:
+                held[model] = Adapter(_adapter_folder(model, options), base, under, task)
     tie([*held.values()])
     give_loaders(held)  # mergekit's planner looks at the names of tensors
     planner = planned_by_mergekit(document.config, base, options)
     tie([*held.values()], [weight.name for weight, _ in planner._tensors if not weight.optional])
     give_loaders(held)
     return held, planner
-
-
-def _local(model: ModelReference, options: MergeOptions) -> Checkpoint:
-    """A model, which is downloaded if it is a name on the Hub."""
-    return Checkpoint.open(_folder(model, options))
 
 
 def _folder(model: ModelReference, options: MergeOptions) -> str:
@@ -163,30 +162,12 @@ def _folder(model: ModelReference, options: MergeOptions) -> str:
     return str(model.local_path(cache))
 
 
-def _adapts(model: ModelReference, base: ModelReference) -> bool:
-    """Whether a model is an adapter of the base itself."""
-    bare = ModelReference(model=model.model)
-    return model.lora is not None and identity_of(bare) == identity_of(base)
-
-
-def _opened_adapter(
-    model: ModelReference,
-    task: str,
-    base: ModelReference,
-    opened: Checkpoint,
-    under: Checkpoint | None,
-    options: MergeOptions,
-) -> Adapter:
-    """The adapter of a model, over the opened base or over another model."""
-    if _adapts(model, base):
-        under = opened
-    under = under or _local(ModelReference(model=model.model), options)
+def _adapter_folder(model: ModelReference, options: MergeOptions) -> str:
     try:
-        place = _folder(ModelReference(model=model.lora), options)
+        return _folder(ModelReference(model=model.lora), options)
     except (OSError, ValueError) as error:
         plus = "mergekit reads `+` in a model as MODEL+ADAPTER"
         raise UserError(f"adapter {model.lora}: {plus}: {one_line(error)}") from error
-    return Adapter(place, opened, under, task)
 
 
 def planned_by_mergekit(
@@ -335,18 +316,8 @@ class _Planner(MergePlanner):
             self.plan_tensor(weight, [weight] * len(models), models, reader.with_t(t))
 
 
-def check_model(model: ModelReference, options: MergeOptions, weights: bool) -> Checkpoint | None:
-    """Check the files of a model on this disk; look a name up on the Hub.
-
-    Args:
-        weights: whether its weight files are opened.
-
-    Returns:
-        The open checkpoint, of an adapter that of its model; None for a name on the Hub, or
-        without `weights`.
-
-    Raise UserError if a folder, its configuration or its weights are missing or damaged.
-    """
+def check_configuration(model: ModelReference, options: MergeOptions) -> None:
+    """Raise UserError if a model's folder or configuration is missing, or its tensors are codes."""
     path = model.model.path
     if not os.path.isdir(path) and not hub.may_be_on_the_hub(path):
         raise UserError(
@@ -365,7 +336,6 @@ def check_model(model: ModelReference, options: MergeOptions, weights: bool) -> 
             f"model {path} is stored quantized ({kind}): its tensors are codes, not weights; take "
             "an unquantized checkpoint"
         )
-    return Checkpoint.open(path) if weights and os.path.isdir(path) else None
 
 
 def check_tokenizer_source(config: MergeConfiguration) -> None:

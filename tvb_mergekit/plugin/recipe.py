@@ -24,7 +24,7 @@ from tvb_mergekit.core.settings import (
     unknown_key,
 )
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.plugin.stores import Listed
+from tvb_mergekit.plugin.stores import used
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.adapter import MERGE_FIRST
 
@@ -68,11 +68,11 @@ class Recipe:
         return self.base, *self.models
 
 
-def read_recipe(config: MergeConfiguration, listed: Listed | None = None) -> Recipe:
+def read_recipe(config: MergeConfiguration, bases: Bases | None = None) -> Recipe:
     """The recipe in a configuration of one of our methods.
 
     Args:
-        listed: a store whose vectors the models are.
+        bases: a store whose vectors the models are.
 
     Raise UserError if a key, value, model or task name is wrong or missing.
     """
@@ -87,9 +87,9 @@ def read_recipe(config: MergeConfiguration, listed: Listed | None = None) -> Rec
     base, sections = config.base_model, list(_sections(config))
     models = _models(sections, base)
     given, own = _values(sections, base)
+    if bases is not None:
+        return _over_store(bases, config.merge_method, base, models, given, own)
     weights = tuple(float(own.get((model, "weight"), 1.0)) for model in models)
-    if listed is not None:
-        return _over_store(listed, config.merge_method, base, models, given, own)
     tasks = tuple(own.get((model, "task")) or default_task_name(model) for model in models)
     check_tasks(tasks, [str(model) for model in models])
     settings = resolve_settings(config.merge_method, given, tasks)
@@ -97,7 +97,7 @@ def read_recipe(config: MergeConfiguration, listed: Listed | None = None) -> Rec
 
 
 def _over_store(
-    listed: Listed,
+    bases: Bases,
     method: str,
     base: ModelReference,
     models: tuple[ModelReference, ...],
@@ -105,27 +105,28 @@ def _over_store(
     own: Mapping[tuple[ModelReference, str], Any],
 ) -> Recipe:
     """The recipe over task vectors of a store, or over all its bases."""
-    bases, places, vectors = listed.bases, listed.places, listed.bases.facts.vectors
+    known = [vector.name for vector in bases.facts.vectors]
+    places = {f"{bases.place}/{name}": place for place, name in enumerate(known)}
+    order = tuple(places[model.model.revision] for model in models)
     if not bases.whole:
-        models = tuple(sorted(models, key=places.__getitem__))  # the mean is the last
-        means = method == "basis_negate"  # each reconstruction has the mean
-        wanted = {k for k, vector in enumerate(vectors) if means or not vector.mean}
-        if wanted != {places[model] for model in models}:
+        models = tuple(model for _, model in sorted(zip(order, models, strict=True)))
+        order = tuple(sorted(order))  # the mean is the last
+        if [*order] != used(bases, method):
             raise UserError(
                 f"{bases.place} holds bases, which make sense together only: list all, by "
                 f"`- model: {bases.place}`"
             )
-    order = tuple(places[model] for model in models)
-    names = tuple(vectors[place].name for place in order)
+    names = tuple(known[place] for place in order)
     for model, name in zip(models, names, strict=True):
         if own.get((model, "task"), name) != name:
             raise UserError(
                 f"`task` of {model.model.revision}: its store calls it {name}; leave it out"
             )
     settings = bases.merge_settings(method, given, names if bases.whole else ())
-    scales = [float(bases.scales[place]) for place in order]
-    weights = (own.get((model, "weight"), 1.0) for model in models)
-    scaled = tuple(float(w) * scale for w, scale in zip(weights, scales, strict=True))
+    scaled = tuple(
+        float(own.get((model, "weight"), 1.0)) * float(bases.scales[place])
+        for model, place in zip(models, order, strict=True)
+    )
     return Recipe(settings, base, models, names, scaled, bases, order)
 
 
