@@ -1,6 +1,5 @@
 """`tvb inspect`: numbers against dense float64, tables, pictures, and recipes that are refused."""
 
-import io
 import json
 import os
 import re
@@ -17,7 +16,6 @@ import yaml
 from click.testing import CliRunner
 from commands import tvb, write
 from reference import Array, Dense
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from test_faults import ALL, OF_FILES, RECIPES, Case, prepare, slices, snapshot
 from torch import Tensor
@@ -25,11 +23,8 @@ from worlds import Models, World
 
 import tvb_mergekit
 from tvb_mergekit.cli.commands import main
-from tvb_mergekit.cli.inspect import plot, print_inspection
 from tvb_mergekit.errors import MergeRefused, UserError, refusing
-from tvb_mergekit.store.facts import Facts
 from tvb_mergekit.store.files import read_output
-from tvb_mergekit.store.inspection import Inspection, as_json
 from tvb_mergekit.store.store import load
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 
@@ -171,55 +166,6 @@ def test_tables_and_pictures_of_each_kind(kind: str, made: Path, tmp_path: Path)
     assert found == {*wanted.panels}
     axes = len(re.findall(r'<g id="axes_\d+">', picture))
     assert axes == len(found) + len(found & {"C", "E"})  # their bars of colours
-
-
-# What is hard to print
-
-
-NASTY = ["[red]bold[/red]", "<script>alert(1)</script>", "$x_1$ & \\frac", ":smile:", "\x1b[2J\n"]
-
-
-def edge(names: list[str], **changes: Any) -> Inspection:
-    """A merge of as many tasks, to the mean of all."""
-    draw, tasks = np.random.default_rng(len(names)), len(names)
-    vectors = draw.standard_normal((40, tasks)) * 10 ** draw.uniform(-3, 3, tasks)
-    norms = dict(zip(["base", *names], [9.0, *np.linalg.norm(vectors, axis=0)], strict=True))
-    facts: dict[str, Any] = {
-        **dict.fromkeys(("loss", "spectral_bound")),
-        "format_version": 1, "versions": {}, "method": "basis_ta", "parameters": {"basis": "ae"},
-        "tasks": names, "models": names, "base_model": "org/base", "num_bases": 1, "dtype": None,
-        "num_parameters": 40, "retained_energy": None, "norms": norms, "fingerprints": {},
-        "left_out": {"head": "excluded"}, "seconds": {}, **changes,
-    }  # fmt: skip
-    ones = torch.ones(tasks, 1, dtype=torch.float64)
-    tensors = {"gram": torch.from_numpy(vectors.T @ vectors), "encoder": ones / tasks}
-    return Inspection(Facts.model_validate(facts), {**tensors, "decoder": ones.T.contiguous()})
-
-
-EDGES = {
-    "one task": lambda: edge(["a"]),
-    "many tasks": lambda: edge([f"task-{i}" for i in range(14)]),
-    "nasty names": lambda: edge(NASTY),
-    "errors not known": lambda: edge([*"abc"], errors=dict.fromkeys("abc")),
-    "a task called base": lambda: edge(["other", "base task"]),
-}
-
-
-@pytest.mark.parametrize("name", EDGES)
-def test_edges(name: str, tmp_path: Path) -> None:
-    inspection = EDGES[name]()
-    for width, encoding in ((20, "utf-8"), (200, "utf-8"), (60, "ascii")):
-        file = io.TextIOWrapper(raw := io.BytesIO(), encoding=encoding, newline="")
-        print_inspection(inspection, Console(file=file, width=width))
-        file.flush()
-        text = raw.getvalue().decode(encoding)
-        assert "\x1b" not in text and not re.search(r"\bnan\b", text)
-        assert width < 60 or max(map(len, text.splitlines())) <= width
-    told = json.loads(json.dumps(as_json(inspection), allow_nan=False))
-    assert told["tasks"] == inspection.facts.tasks and len(told["cosines"]) == len(told["tasks"])
-    pytest.importorskip("matplotlib")
-    plot(inspection, tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 def test_a_report_that_is_damaged(made: Path) -> None:

@@ -264,19 +264,6 @@ def test_two_additions_at_once(second: str, codes: list[int], place: Place) -> N
     place.run("tvb inspect s[1]")
 
 
-def test_other_changes_at_once(place: Place) -> None:
-    """Of two first additions one builds the store, which the other then joins."""
-    place.reset(COMMANDS["add"])
-    ended = together(place, ADD.format("law"), "remove s[1] --task code", "undo s[1]")
-    assert [e.code for e in ended] == [0, 0, 0], ended
-    place.run("tvb inspect s[1]")
-    shutil.rmtree(place.store)
-    first = [f"{ADD.format(task)} --base {{}}/base" for task in ("math", "code")]
-    ended = together(place, *first)
-    assert [e.code for e in ended] == [0, 0], ended
-    assert {*tvb.load(place.store).tasks} == {"math", "code"}
-
-
 def test_a_store_is_read_while_it_changes(place: Place) -> None:
     """Facts, numbers and vectors are of one state, or one line says that a file is gone."""
     place.reset(COMMANDS["add"])

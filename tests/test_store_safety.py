@@ -79,15 +79,11 @@ def sealed(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 
 OUTSIDE = (
     "/etc/passwd", "vectors/../../mine.safetensors", "../mine.safetensors", "vectors/../store.json",
-    "vectors\\..\\..\\mine.safetensors", "C:/mine.safetensors", "files/../mine", "files/a/..",
-    "files/a/b/c", "vectors/a\0.safetensors", "vectors/\ud800.safetensors", "files/a/b\n", "", ".",
-    "store.json", "notes.txt",
+    "vectors\\..\\..\\mine.safetensors", "files/a/..", "vectors/a\0.safetensors", "", "store.json",
 )  # fmt: skip
 ENTRIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "vectors.0.weights": lambda found: found["vectors"][0]["weights"],
     "vectors.0.files.0": lambda found: found["vectors"][0]["files"][0],
-    "numbers": lambda found: found["numbers"],
-    "previous.vectors.1.weights": lambda found: found["previous"]["vectors"][1]["weights"],
     "previous.numbers": lambda found: found["previous"]["numbers"],
 }
 
@@ -101,20 +97,12 @@ def test_a_place_outside_the_store_is_refused_when_it_is_read(entry: str, here: 
             here / "lossless", lambda found, place=place: ENTRIES[entry](found).update(file=place)
         )
         said = refused("inspect", "lossless")
-        assert f"`{entry}.file`" in said or "surrogates" in said, (place, said)
+        assert f"`{entry}.file`" in said, (place, said)
     before = contents(here)
     for words in ("undo lossless", "add lossless d --task d", "remove lossless --task a",
                   "merge lossless out --method add", "export lossless out --all"):  # fmt: skip
         assert refused(*words.split())
     assert contents(here) == before
-
-
-def test_damaged_tasks_are_taken_out_one_by_one(here: Path) -> None:
-    for task in "ab":
-        (here / f"lossless/vectors/{task}-1.safetensors").unlink()
-    assert "b-1.safetensors: missing" in refused("remove", "lossless", "--task", "a")
-    assert tvb("remove", "lossless", "--task", "b")
-    assert tvb_mergekit.load("lossless").tasks == ["c"]
 
 
 def test_a_folder_of_an_adapter_is_added_with_the_base_of_the_store(here: Path) -> None:
@@ -141,31 +129,19 @@ def test_a_link_out_of_the_store_is_refused_and_its_target_stays(here: Path) -> 
     assert "a link out of" in refused("add", "lossless", "d", "--task", "d")
 
 
-def swapped(*keys: str) -> Callable[[dict[str, Any]], object]:
-    """A change that gives each of two vectors these files of the other."""
-
-    def swap(found: dict[str, Any]) -> None:
-        one, two = found["vectors"][:2]
-        for key in keys:
-            one[key], two[key] = two[key], one[key]
-
-    return swap
+def swap(found: dict[str, Any]) -> None:
+    """Give each of two vectors the files of the other."""
+    one, two = found["vectors"][:2]
+    for key in ("weights", "files"):
+        one[key], two[key] = two[key], one[key]
 
 
 KEYS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "files of another vector": swapped("weights", "files"),
-    "configuration of another model": swapped("files"),
-    "a norm below 0": lambda found: found["norms"].update(a=-1.0),
+    "files of another vector": swap,
     "a norm that is NaN": lambda found: found["norms"].update(a=float("nan")),
-    "a norm of no task": lambda found: found["norms"].update(z=1.0),
     "a weight of 0": lambda found: found["parameters"]["weights"].update(a=0.0),
     "no norm of a task": lambda found: found["norms"].pop("a"),
-    "no files of a model": lambda found: found["vectors"][0].update(files=[]),
-    "another vector": lambda found: found["vectors"][0].update(name="A"),
-    "a vector twice": lambda found: found["vectors"].append(found["vectors"][0]),
     "a share of 2": lambda found: found["vectors"][0].update(share=2.0),
-    "bytes below 0": lambda found: found["numbers"].update(bytes=-1),
-    "another codec": lambda found: found["vectors"][0].update(codec="zip"),
     "other tensors": lambda found: found["tensors"].pop(),
     "no weights of a vector": lambda found: found["vectors"][0].update(weights=None),
     "version 4": lambda found: found.update(format_version=4),
@@ -179,7 +155,7 @@ def test_keys_that_do_not_fit_are_refused(name: str, here: Path) -> None:
     assert not (here / "out").exists()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "\ufeff{}", "[" * 100_000, '{"a": NaN}'])
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, '{"a": NaN}'])
 def test_what_is_not_a_store_is_refused(text: str, here: Path) -> None:
     (here / "lossless/store.json").write_text(text)
     assert "store.json" in refused("inspect", "lossless")
@@ -197,8 +173,7 @@ def test_folders_that_are_no_stores_are_refused(here: Path) -> None:
     assert "a model" in refused("undo", "base") and "no such folder" in refused("undo", "nothing")
 
 
-HOSTILE = ("../mine.json", "/tmp/mine.json", "..\\mine.json", "a/b.json", "", "..", "model.bin",
-           "x\0.json", "README.md")  # fmt: skip
+HOSTILE = ("../mine.json", "/tmp/mine.json", "..\\mine.json", "a/b.json", "model.bin")
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -267,7 +242,7 @@ def test_a_flipped_bit_or_a_cut_is_found_or_harmless(kind: str, here: Path) -> N
 
 def test_a_file_that_is_gone_is_one_line(here: Path) -> None:
     """Before a store is opened, or between that and its reading."""
-    for kind, name in (("lossless", "a-1"), ("sampled", "a-1"), ("grown", "B0-4")):
+    for kind, name in (("lossless", "a-1"), ("grown", "B0-4")):
         bases = tvb_mergekit.load(kind)
         (here / kind / "vectors" / f"{name}.safetensors").unlink()
         with pytest.raises(UserError) as caught:
@@ -322,9 +297,6 @@ def test_undo_swaps_two_states(here: Path) -> None:
     assert tvb_mergekit.load("grown").tasks == [*"abce"]
     tvb("undo", "grown")
     assert tvb_mergekit.load("grown").tasks == [*"abc"] != first.tasks
-    (here / "new").mkdir()
-    tvb("build", write(recipe("basis_ta", here / "base", [here / "a"]), here / "new"), "new")
-    assert "nothing to undo" in refused("undo", "new")
 
 
 def changed(source: Path, folder: Path, change: Callable[[str, Tensor], Tensor]) -> Path:
@@ -335,20 +307,16 @@ def changed(source: Path, folder: Path, change: Callable[[str, Tensor], Tensor])
 
 
 def test_a_change_that_is_refused_leaves_the_store(here: Path) -> None:
-    tiny.family(here / "other", partial(tiny.llama, **SMALL), tasks=(), seed=5)
     start, before = tiny.load(here / "base"), {k: contents(here / k) for k in KINDS}
     rolled = changed(here / "e", here / "rolled", lambda _, t: t.flatten().roll(1).view_as(t))
     long = changed(here / "e", here / "long", lambda n, t: start[n] + 5 * (t - start[n]))
     nan = changed(here / "e", here / "nan", lambda n, t: t / 0 if "norm" in n else t)
     for words, told in {
         ("grown", rolled, "--task", "e"): "the base's",
-        ("grown", here / "other/base", "--task", "e"): "the base's",
         ("grown", long, "--task", "e"): "the median of the other",
         ("grown", nan, "--task", "e"): "NaN|infinity",
-        ("grown", "base", "--task", "e"): "zero: the model is identical",
         ("grown", "e", "--task", "a"): "in .*grown already",
         ("grown", "e", "--task", "e", "--budget", 2): "holds 3 bases: give 3 or more",
-        ("grown", "e", "--task", "e", "--budget", 1): "expected 2 or more",
         ("grown", "e", "--task", "e", "--compress", "ae"): "no longer add up .*--force",
         ("grown", "e", "--task", "e", "--base", "b"): "belongs to the base",
         ("lossless", f"{here}/base+{here}/adapter/x", "--task", "a"): "in .*lossless already",
@@ -387,9 +355,6 @@ def test_a_store_that_may_only_be_read(here: Path) -> None:
     for words in ("inspect lossless", "export lossless out --all", "merge lossless m --method add"):
         ended = run(["tvb", *words.split()], here, unprivileged)
         assert ended.code == 0, ended
-    for words in ("undo lossless", "remove lossless --task a", "add lossless d --task d"):
-        ended = run(["tvb", *words.split()], here, unprivileged)
-        assert ended.code == 1 and "Permission denied" in ended.err.splitlines()[-1], ended
     assert contents(here / "lossless") == before
 
 
@@ -411,13 +376,6 @@ def test_what_is_lost_is_said_where_it_is_lost(here: Path, caplog: Any) -> None:
     lost = sum(float((found[n].double() - want[n].double()).square().sum()) for n in start)
     away = sum(float((want[n].double() - start[n].double()).square().sum()) for n in start)
     assert (lost / away) ** 0.5 == pytest.approx(errors[worst], abs=0.05)  # bfloat16
-    tvb("export", "lossless", "a-again", "--task", "a", "--quiet")
-    assert "basis" not in (here / "a-again/README.md").read_text()
-    tvb("add", "grown", "e", "--task", "e", "--quiet")
-    for kind, said in {"sampled": "without --keep", "lossless": "", "grown": "unknown"}.items():
-        caplog.clear()
-        tvb("export", kind, f"{kind}-out", "--task", "a", "--quiet")
-        assert said in caplog.text if said else not caplog.text
 
 
 def test_only_a_lossless_store_is_told_that_models_may_go(here: Path) -> None:

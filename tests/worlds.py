@@ -329,13 +329,10 @@ def state_dicts(
 
 
 ARCHITECTURES: dict[str, Callable[[Path], Models]] = {
-    "mistral": partial(hub, decoder("Mistral")),
-    "qwen2": partial(hub, decoder("Qwen2")),
     "qwen2 tied": partial(hub, decoder("Qwen2", tie_word_embeddings=True)),
     "qwen3": partial(hub, decoder("Qwen3", head_dim=8)),
     "gemma": partial(hub, decoder("Gemma", tie_word_embeddings=True, head_dim=8)),
     "bert": partial(hub, encoder("Bert"), loader=CLASSIFIER),
-    "roberta": partial(hub, encoder("Roberta"), loader=CLASSIFIER),
     "clip": partial(hub, clip, loader="CLIPVisionModelWithProjection"),
     "mixtral": partial(converted, decoder("Mixtral", num_local_experts=4)),
     "qwen3 moe": partial(
