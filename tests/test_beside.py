@@ -1,6 +1,5 @@
 """Beside mergekit, pip and the operating system; many models, shards and strange names."""
 
-import io
 import os
 import re
 import subprocess
@@ -8,17 +7,12 @@ import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import processes
 import pytest
 import torch
 from commands import assert_close, contents, merge, recipe, tvb, write
-from mergekit.options import MergeOptions
 from tiny import family, llama, load
-
-from tvb_mergekit.plugin.document import from_mapping
-from tvb_mergekit.plugin.planner import planned
 
 ROOT = Path(__file__).resolve().parent.parent
 STOCK = """
@@ -54,22 +48,6 @@ def test_stock_methods_write_the_same_bytes(tiny_models: Path, tmp_path: Path) -
         words = [sys.executable, "-c", code, tmp_path / kind, str(ours)]
         subprocess.run(words, cwd=tiny_models, env=env, check=True, timeout=300)
     assert contents(tmp_path / "with") == contents(tmp_path / "without")
-
-
-def test_plans_grow_with_the_number_of_models(tmp_path: Path) -> None:
-    """Files are opened as often for each model, whatever their number is."""
-    base, models = family(tmp_path, tasks=[str(number) for number in range(12)])
-
-    def count(number: int) -> int:
-        document = recipe("basis_ta", base, models[:number], basis="none")
-        with mock.patch("io.open", wraps=io.open) as one, mock.patch("builtins.open", one):
-            with planned(from_mapping(document), MergeOptions()):
-                opened = [str(call.args[0]) for call in one.call_args_list]
-        return sum(path.startswith(str(tmp_path)) for path in opened)
-
-    count(12)  # what is read once in a process
-    four, eight, twelve = map(count, (4, 8, 12))
-    assert 0 < eight - four == twelve - eight
 
 
 def few_files() -> None:

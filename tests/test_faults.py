@@ -23,7 +23,7 @@ import yaml
 from mergekit.common import ModelReference
 from processes import INTERRUPT, Fault, little_disk, on_call, on_change, run, unprivileged
 from safetensors.torch import load_file, save_file
-from tiny import as_bin, llama, load
+from tiny import llama, load
 
 from tvb_mergekit.core.settings import (
     METHODS,
@@ -156,9 +156,7 @@ RECIPES = {
 
 
 WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 NORM, MLP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
-SHARDED = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 Setup = Callable[[Path], object]
 
 
@@ -199,23 +197,6 @@ def cut(name: str, keep: float) -> Setup:
 
 def both(*setups: Setup) -> Setup:
     return lambda folder: [setup(folder) for setup in setups]
-
-
-def sharded(folder: Path) -> None:
-    """Split the weights of b into two shards with an index."""
-    tensors = load_file(folder / "b" / WEIGHTS)
-    (folder / "b" / WEIGHTS).unlink()
-    names = sorted(tensors)
-    halves = names[: len(names) // 2], names[len(names) // 2 :]
-    for shard, half in zip(SHARDED, halves, strict=True):
-        write(folder / "b" / shard, {name: tensors[name] for name in half})
-    places = {name: shard for shard, half in zip(SHARDED, halves, strict=True) for name in half}
-    text = json.dumps({"metadata": {}, "weight_map": places})
-    (folder / "b" / INDEX).write_text(text)
-
-
-def removed(name: str) -> Setup:
-    return lambda folder: (folder / name).unlink()
 
 
 class Payload:
@@ -277,13 +258,6 @@ OF_FILES = {
     # files
     "data cut": Case(
         setup=cut(f"b/{WEIGHTS}", 0.7), wants=(f"b/{WEIGHTS}", "truncated", "download")
-    ),
-    "shard missing": Case(
-        setup=both(sharded, removed(f"b/{SHARDED[1]}")), wants=("b: shard", SHARDED[1], "missing")
-    ),
-    "bin cut": Case(
-        setup=both(lambda f: as_bin(f / "b"), cut("b/pytorch_model.bin", 0.5)),
-        wants=("b/pytorch_model.bin", "truncated"),
     ),
     "bin code": Case(setup=payload, wants=("b/pytorch_model.bin", "running code", "safetensors")),
     "quantized": Case(setup=quantized, wants=("./b is stored quantized .gptq.",)),
