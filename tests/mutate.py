@@ -20,33 +20,22 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     "test_matrices.py": [
         ("methods/iso.py", "sizes.sum() / rank)\n    top", "sizes.max())\n    top"),
         ("methods/iso.py", "own = own - shared", "own = own + shared"),
-        ("methods/wudi.py", "norms[norms == 0] = 1", "pass"),
         ("methods/wudi.py", "side = base.to(dtype) / norm\n", "side = base.to(dtype)\n"),
         ("methods/wudi.py", "(total.to(dtype) - base) @ side.T", "total.to(dtype) @ side.T"),
-        ("methods/wudi.py", "(total.to(dtype) - base) @ square", "total.to(dtype) @ square"),
         ("methods/wudi.py", "-torch.expm1(-end * values) / values", "1 / (values + 1 / end)"),
         ("methods/wudi.py", "max(floor**2, NULL**2 *", "max(0, NULL**2 *"),
-        ("methods/wudi.py", "2.0**-24 > ROUGH", "2.0**-24 > 1e40 * ROUGH"),
-        ("methods/wudi.py", "* count**2 *", "* count *"),
         ("matrices.py", "hypot(0.6 * float", "hypot(0 * float"),
         ("matrices.py", "NULL = 1e-5", "NULL = 1e-9"),
     ],
     "test_merges.py -k 'iso or tsvm or wudi'": [
         ("basis.py", "(self.num_bases * self.scale)", "self.num_bases"),
     ],
-    "test_matrix_merges.py": [
-        ("matrices.py", "flat = kind.smallest_normal *", "flat = 0 *"),
-    ],
     "test_codecs.py": [
         ("methods/wudi.py", "square.diagonal().mul_(share)", "pass"),
-        ("methods/wudi.py", "norms *= norms.new_tensor(shares).sqrt()", "pass"),
         ("methods/wudi.py", "columns and min(shares) == 1", "columns"),
     ],
     "test_online.py -k 'not slow'": [
         ("online.py", "float(weights.sum()) / size", "float(weights.sum()) / budget"),
-    ],
-    "test_codecs.py -k joins": [
-        ("online.py", "if exact and buffer.gram is not None", "if exact"),
     ],
     f"{MERGING} -k sums_equal": [
         ("gram.py", "add_(rest @ rest.T)", "add_(0)"),
@@ -62,10 +51,8 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("basis.py", "scales * encoding.recon", "encoding.recon"),
     ],
     f"{MERGING} -k entry_by_entry": [
-        ("methods/ties.py", "< threshold", "<= threshold"),
         ("methods/ties.py", "bases.sum(0).sign_()", "bases[0].sign()"),
         ("methods/ties.py", "bases.mul_(sign).clamp_(min=0)", "bases.abs_()"),
-        ("methods/ties.py", "agreeing.amax(0)", "agreeing.sum(0)"),
         ("methods/ties.py", ".sum(0).clamp_(min=1)", ".sum(0).clamp_(min=2)"),
     ],
     f"{MERGING} -k asked_share": [
@@ -73,26 +60,21 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     ],
     f"{ENCODERS} -k closed_form": [
         ("encoders/linear.py", "self.values[encoder.shape[1] :]", "self.values[1:]"),
-        ("encoders/linear.py", "1.0 - self.loss / total", "self.loss / total"),
         ("encoders/linear.py", "scales > NULL *", "scales > 1e-30 *"),
     ],
     f"{ENCODERS} -k pca": [
         ("encoders/baselines.py", "mean=1 / gram.size", "mean=0"),
-        ("encoders/baselines.py", "sizes >= (1 - 1e-9) *", "sizes >= 0 *"),
     ],
     f"{ENCODERS} -k balanced": [
         ("encoders/balanced.py", "unit @ root)", "unit @ root / 2)"),
         ("encoders/balanced.py", "best_step * best, 0.0", "best_step * best / 2, 0.0"),
-        ("encoders/balanced.py", "range(REFINEMENTS)", "range(1)"),
     ],
     f"{ENCODERS} -k authors": [
         ("encoders/autoencoder.py", "/ size**2", "/ size"),
         ("encoders/autoencoder.py", "max(COLDEST,", "min(COLDEST,"),
-        ("encoders/autoencoder.py", "0.9, 0.999", "0.9, 0.99"),
     ],
     f"{ENCODERS} -k groups": [
         ("encoders/groups.py", "(most := gains.max()) <= least", "True"),
-        ("encoders/groups.py", " * float(encoder.max()) ** 2", ""),
         ("encoders/groups.py", "> most - least / 2", "== most"),
     ],
     "test_faults.py -k defaults": [

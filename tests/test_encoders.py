@@ -132,13 +132,6 @@ def test_groups_are_those_with_the_longest_means() -> None:
     np.testing.assert_array_equal(encoder, np.tile(np.eye(4), (3, 1)) / 3)
 
 
-def test_groups_are_found_among_many_tasks_with_small_cosines() -> None:
-    kinds = np.tile(np.eye(2), (20, 1))
-    gram = np.eye(40) + 0.0002 * kinds @ kinds.T
-    encoder = solve(gram, basis="groups", num_bases=2).encoder.numpy()
-    np.testing.assert_array_equal(encoder, kinds / 20)
-
-
 def test_last_digits_do_not_choose_between_equal_groups() -> None:
     """Two kinds of tasks in three groups: many exchanges gain the same."""
     kinds, found = np.tile(np.eye(2), (3, 1)), set()

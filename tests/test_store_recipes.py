@@ -189,18 +189,14 @@ FORCED = {"tokenizer": {"source": "base", "tokens": {"t5": {"source": "base", "f
 REFUSED: dict[str, tuple[str, str, list[Any], dict[str, Any]]] = {
     "is of a store, a difference": ("task_arithmetic", "base", [STORE], {"weight": 1.0}),
     "has no vector 'mth' (did you mean `math`?)": ("basis_ta", "base", ["built/mth"], {}),
-    "built/math twice": ("basis_ta", "base", [STORE, STORE], {}),
     "are two stores": ("basis_ta", "base", ["built/math", "bases/B0"], {}),
     "is not a vector of": ("basis_ta", "base", ["built/math", "code"], {}),
     "make sense together only": ("basis_ta", "base", ["bases/B0"], {}),
     "a store names its tasks itself": ("basis_ta", "base", [STORE], {"own": {0: {"task": "x"}}}),
-    "its store calls it math": ("basis_ta", "base", ["built/math"], {"own": {0: {"task": "x"}}}),
     "`basis` was set when the bases were built": ("basis_ta", "base", [BASES], {"basis": "pca"}),
     "belongs to the base": ("basis_ta", "math", [STORE], {}),
     "a store: name the base": ("basis_ta", "built", [STORE], {}),
     "the base's own vocabulary": ("basis_ta", "base", [STORE], {"extra": FORCED}),
-    "unknown task": ("basis_negate", "base", [STORE], {"forget": "mth", "alpha": 1}),
-    "`num_bases` is 9": ("basis_ta", "base", [STORE], {"num_bases": 9}),
 }
 
 
