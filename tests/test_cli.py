@@ -1,5 +1,6 @@
 """The `tvb` command as strangers, impatient people and attackers use it."""
 
+import filecmp
 import shlex
 import shutil
 import subprocess
@@ -235,6 +236,11 @@ def test_a_base_that_has_moved_where_mergekit_would_split_its_name(here: Path) -
     assert "base: no such folder" in (said := refused(*export)) and "--base" in said
     options = ("--base", folder / "base", "--quiet")
     run(*export, *options)
-    run("add", store, folder / "new-model", "--task", "new", *options)
-    run("merge", store, here / "one", "--method", "add", *options)
-    assert (here / "one/model.safetensors").is_file()
+    run("merge", store, here / "zero", "--method", "add", *options)
+    run("add", own := folder / "own", folder / "new-model", "--task", "c++", *options)
+    run("merge", own, here / "one", "--method", "forget-c++", *options)
+    keys = {"basis": "none", "forget": "c++", "alpha": 1.0}
+    listed = write(recipe("basis_negate", folder / "base", [own / "c++"], **keys), here / "two")
+    run("merge", listed, here / "two", "--quiet")
+    assert (here / "zero/model.safetensors").is_file()
+    assert filecmp.cmp(here / "one/model.safetensors", here / "two/model.safetensors", False)

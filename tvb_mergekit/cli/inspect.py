@@ -17,7 +17,7 @@ from tvb_mergekit.core.encoders.linear import Array
 from tvb_mergekit.errors import counted, listed, megabytes
 from tvb_mergekit.figures import BLUE, DARK, LABEL, ORANGE, rendered
 from tvb_mergekit.store.inspection import Inspection
-from tvb_mergekit.store.report import measures, row_sums, vectors
+from tvb_mergekit.store.report import measures, vectors
 from tvb_mergekit.tables import Sheet, matrix, printable, shortened, show
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _tasks(found: Inspection, names: list[str]) -> Sheet | str:
         bits, sizes = [f"{each:.3g}" for each in found.bits], [*map(megabytes, found.bytes)]
         last = {"bits": bits, "bytes": sizes}
     elif encoder is not None and not facts.whole:
-        last["row sum"] = [f"{round(total, 3) + 0.0:.3f}" for total in row_sums(facts, encoder)]
+        last["row sum"] = [f"{round(total, 3) + 0.0:.3f}" for total in found.row_sums]
     norms, lost = [facts.norms[task] for task in facts.tasks], found.errors
     columns = {
         "task": names,

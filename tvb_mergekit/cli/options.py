@@ -214,7 +214,7 @@ def document_of(recipe: str, method: str | None, base: str | None) -> Document:
         if method is not None or base is not None:
             raise UserError(f"{recipe} is a recipe: --method and --base belong to a STORE")
         return read_recipe(recipe)
-    from tvb_mergekit.store.recipes import templates, with_paths
+    from tvb_mergekit.store.recipes import templates
     from tvb_mergekit.store.store import load
 
     bases = load(recipe)
@@ -224,4 +224,4 @@ def document_of(recipe: str, method: str | None, base: str | None) -> Document:
         raise UserError(f"{recipe} is a store: --method is one of {', '.join(known)}{near}")
     from tvb_mergekit.plugin.document import from_mapping  # `open_base_of` has checked mergekit
 
-    return from_mapping(with_paths(known[method]))
+    return from_mapping(known[method])

@@ -148,7 +148,6 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
     from tvb_mergekit.plugin.document import from_mapping
     from tvb_mergekit.plugin.inputs import read_inputs
     from tvb_mergekit.store.add import add_task
-    from tvb_mergekit.store.recipes import with_paths
 
     engine, options, own = cli.engine_of(values), cli.model_options(values), {"task": task}
 
@@ -164,7 +163,7 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
             new = {"model": {"path": name}, "lora": {"path": model}}
         listed = [{"model": new, "parameters": {**own, "weight": values["weight"]}}]
         recipe = {"merge_method": "basis_ta", "base_model": name, "models": listed}
-        document = from_mapping(with_paths({**recipe, "parameters": parameters}))
+        document = from_mapping({**recipe, "parameters": parameters})
         return read_inputs(document, options, names)
 
     size, dtype = (values["budget"], values["compress"]), cli.dtype_of(values["dtype"])

@@ -17,7 +17,7 @@ from tvb_mergekit.core.settings import ALL_KEYS, METHODS, MODEL_KEYS, VARYING_KE
 from tvb_mergekit.errors import UserError, refusing
 from tvb_mergekit.plugin.recipe import Recipe, read_recipe
 from tvb_mergekit.plugin.stores import expand
-from tvb_mergekit.plugin.text import RecipeFile, parse, unknown_method
+from tvb_mergekit.plugin.text import RecipeFile, parse, store_of, unknown_method
 from tvb_mergekit.tensors import ranks
 
 
@@ -125,11 +125,27 @@ def from_mapping(document: Mapping[str, Any], text: str | None = None) -> Docume
     """A recipe given as plain objects, and as text if there is one; see `read_document`."""
     with refusing(planning=True):
         check_unknown_keys(document)
+        document = with_paths(document)
         config = MergeConfiguration.model_validate(document)
         parameters = document.get("parameters") or {}
         varying = {key: parameters[key] for key in VARYING_KEYS if key in parameters}
         text = text or yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True)
         return replace(document_of(config, text), varying=varying)
+
+
+def with_paths(part: Any) -> Any:
+    """A part of a recipe with names on this disk as mappings; mergekit splits text at `+`, `@`."""
+    if isinstance(part, list):
+        return [with_paths(each) for each in part]
+    if not isinstance(part, Mapping):
+        return part
+    made = {key: with_paths(value) for key, value in part.items()}
+    for key in made.keys() & {"model", "base_model"}:
+        text = made[key]
+        split = isinstance(text, str) and not {*"+@"}.isdisjoint(text)
+        if split and (os.path.exists(text) or store_of(text)):
+            made[key] = {"model": {"path": text}}
+    return made
 
 
 def document_of(config: MergeConfiguration, text: str = "") -> Document:

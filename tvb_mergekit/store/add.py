@@ -37,7 +37,7 @@ from tvb_mergekit.store.recipes import times
 from tvb_mergekit.store.report import errors_of, losses_of, versions
 from tvb_mergekit.store.store import DENSE, Bases, dtype_name, load, load_numbers
 from tvb_mergekit.tensors.merging import sums_of
-from tvb_mergekit.tensors.stream import Engine, Item, Part
+from tvb_mergekit.tensors.stream import Engine, Item, Part, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
 
 
@@ -77,34 +77,34 @@ def add_task(
             said = "expected 2 or more, one basis for the previous tasks and one for the new task"
             raise UserError(f"the budget is {budget}: {said}")
         if bases is None:
-            own, first = dtype or (None if change else torch.float32), _first(inputs)
-            how = engine, own, 0, doubt, budget, compress
-            return build_store(first, change, *how)
+            # The first task is kept as it is; keys of `ae` are for later rounds.
+            settings = inputs.settings.but(basis="none", num_bases=None)
+            now = {*settings.in_force(), "num_bases", "basis_ratio"}
+            later = {k: value for k, value in inputs.settings.given.items() if k not in now}
+            first = replace(inputs, settings=settings, varying={**inputs.varying, **later})
+            own = dtype or (None if change else torch.float32)
+            return build_store(first, change, engine, own, 0, doubt, budget, compress)
         found = _next(bases, inputs, engine, budget, compress, dtype, doubt)
         facts, tensors, kept, items, matrix = found
-        planned, squares = facts.vectors[kept:], [0.0] * (len(facts.vectors) - kept)
-        given, sources = replace(inputs, items=items), bases.sources[:kept]
+        given, planned, sources = (
+            replace(inputs, items=items),
+            facts.vectors[kept:],
+            list[Weights](),
+        )
         if change is None:
             dense = {"codec": "dense", "dtype": bases.facts.vectors[0].dtype}
-            planned = [vector.but(**dense) for vector in planned]
-            sources = [*sources, *states_of(given, planned, matrix, engine)]
+            planned, squares = [vector.but(**dense) for vector in planned], [0.0]
+            sources = [*bases.sources[:kept], *states_of(given, planned, matrix, engine)]
         else:
             planned, squares = written(change, given, planned, matrix, engine)
             inputs.check_unchanged()
-        errors, task = facts.errors, facts.tasks[-1]
+        made: dict[str, Any] = {"vectors": [*facts.vectors[:kept], *planned]}
         if facts.whole:
+            task = facts.tasks[-1]
             norm = facts.norms[task] / abs(facts.parameters["weights"][task])
-            errors = {**errors, task: lost(planned[-1], squares[-1], norm)}
-        facts = facts.but(vectors=[*facts.vectors[:kept], *planned], errors=errors)
+            made["errors"] = {**facts.errors, task: lost(planned[-1], squares[-1], norm)}
+        facts = facts.but(**made)
         return change.commit(facts, tensors) if change else Bases(facts, tensors, sources)
-
-
-def _first(inputs: TaskSet) -> TaskSet:
-    """The first task of a store, which is kept as it is; keys of `ae` are for later rounds."""
-    settings = inputs.settings.but(basis="none", num_bases=None)
-    now = {*settings.in_force(), "num_bases", "basis_ratio"}
-    later = {key: value for key, value in inputs.settings.given.items() if key not in now}
-    return replace(inputs, settings=settings, varying={**inputs.varying, **later})
 
 
 def _next(
@@ -214,12 +214,10 @@ def _given(bases: Bases, inputs: TaskSet) -> list[Item]:
     given, names = {item.name: item for item in inputs.items}, bases.facts.tensors
     left_out = {**inputs.left_out, **bases.facts.left_out}
     for name in sorted(given.keys() ^ {*names}):
-        why, said = left_out.get(name, "missing"), f"model {inputs.models[0]} does not give it"
-        if name in given:
-            if why.startswith("excluded"):
-                continue
-            said = f"{bases.place} does not hold it, and what was trained there would be lost"
-        raise UserError(f"tensor `{name}`: {said} ({why}); a store holds one set of tensors")
+        why, of = left_out.get(name, "missing"), bases.place if name in given else inputs.models[0]
+        if name not in given or not why.startswith("excluded"):
+            said = f"tensor `{name}` is not in {of}, and what was trained there would be lost"
+            raise UserError(f"{said} ({why}); a store holds one set of tensors")
     return [given[name] for name in names]
 
 
@@ -276,21 +274,20 @@ def remove(path: str | os.PathLike[str], task: str) -> Bases:
         index, count = bases.index(task), len(facts.tasks) - 1
         rest = [k for k in range(count + 1) if k != index]
         tasks, models = [facts.tasks[k] for k in rest], [facts.models[k] for k in rest]
-        identity = torch.eye(count, dtype=torch.float64)
-        tensors = {"encoder": identity, "decoder": identity}
-        if "gram" in bases.tensors:
-            tensors["gram"] = bases.tensors["gram"][rest][:, rest]
+        tensors = {name: tensor[rest][:, rest] for name, tensor in bases.tensors.items()}
+        named, weights = {"base", *tasks}, facts.parameters["weights"]
+        prints = {facts.base_model, *models}
 
-        def kept(of: Mapping[str, Any], *names: str) -> dict[str, Any]:
+        def kept(of: Mapping[str, Any], names: set[str] = named) -> dict[str, Any]:
             return {name: value for name, value in of.items() if name in names}
 
         made = facts.but(
             tasks=tasks,
             models=models,
-            parameters={**facts.parameters, "weights": kept(facts.parameters["weights"], *tasks)},
-            norms=kept(facts.norms, "base", *tasks),
-            fingerprints=kept(facts.fingerprints, facts.base_model, *models),
-            errors=kept(facts.errors, *tasks),
+            parameters={**facts.parameters, "weights": kept(weights, {*tasks})},
+            norms=kept(facts.norms),
+            fingerprints=kept(facts.fingerprints, prints),
+            errors=kept(facts.errors, {*tasks}),
             model_bytes=facts.model_bytes * count // (count + 1),
             basis_weights=[1.0] * count,
             vectors=[facts.vectors[k] for k in rest],

@@ -181,16 +181,14 @@ def planned_task(inputs: TaskSet, number: int, dtype: torch.dtype | None, keep: 
     model = all(item.inputs[number].holds == "weight" for item in inputs.items)
     fits = model and fits_lossless(inputs.items, number)
     if keep and (not model or (stored and keep == 1)):
-        raise UserError(
-            f"--lossless and --keep keep entries of models, and that of task `{name}` is an "
-            "adapter or a vector of a store: leave the option out, or list a model"
-        )
+        said = f"`{name}` is an adapter or a vector of a store: list a model"
+        raise UserError(f"--lossless and --keep keep entries of models, and {said}")
     if 0 < keep < 1:
         return Vector(name=name, codec="sampled", share=keep)
     if keep == 1 and not fits:
+        said = f"`{name}` is not: save all in bfloat16, or build with --keep 0.25"
         raise UserError(
-            f"--lossless needs a base and models in bfloat16, or all in float16, and the model "
-            f"of task `{name}` is not: save all in bfloat16, or build with --keep 0.25"
+            f"--lossless needs a base and models in bfloat16, or all in float16, and {said}"
         )
     if keep == 1 or (dtype is None and fits and not stored):
         dtypes = [item.inputs[number].dtype for item in inputs.items]
@@ -231,8 +229,10 @@ def written(
     for codec in dict.fromkeys(vector.codec for vector in vectors):
         own = [k for k, vector in enumerate(vectors) if vector.codec == codec]
         files = {store / places[k]: vectors[k] for k in own}
-        given = replace(inputs, items=items)
-        coded = CODECS[codec].encode(files, given, matrix[:, own], engine)
+        given = files, replace(inputs, items=items), matrix[:, own], engine
+        encode = functools.partial(CODECS[codec].encode, *given)
+        # The leader appends blocks in order. Every process has a share of dense vectors.
+        coded = encode() if codec == "dense" else ranks.world().led(encode)
         for k, square in zip(own, coded, strict=True):
             squares[k] = square
     for k, vector in enumerate(vectors if change else ()):

@@ -102,25 +102,26 @@ def changing(path: str | os.PathLike[str], new: bool = False) -> Iterator[Change
         read_store(store)  # raises: a lock would make the folder
     elif not is_store(store):
         check_new_store(path)
-    there, change, lock = store.is_dir(), None, filelock.FileLock(store / LOCK)
+    there, lock = store.is_dir(), filelock.FileLock(store / LOCK)
+    store.mkdir(parents=True, exist_ok=True)
     try:
-        store.mkdir(parents=True, exist_ok=True)
-        try:
+        with suppress(filelock.Timeout):
             lock.acquire(timeout=0)
-        except filelock.Timeout:
+        if not lock.is_locked:
             LOG.warning("another process writes to %s: waiting for it", path)
-            lock.acquire()
-        if not is_store(store) and [*store.iterdir()] != [store / LOCK]:
-            said = "a part of a store, whose build was killed: delete it, or name another folder"
-            raise UserError(f"{path} holds {said}")
-        change = Change(store)
-        yield change
-    finally:
-        try:
-            if change is not None:
+        with lock:
+            if not is_store(store) and [*store.iterdir()] != [store / LOCK]:
+                said = (
+                    "a part of a store, whose build was killed: delete it, or name another folder"
+                )
+                raise UserError(f"{path} holds {said}")
+            change = Change(store)
+            try:
+                yield change
+            finally:
                 change.discard()
-        finally:
-            lock.release()
+    finally:
+        lock.release(force=True)
         if not there:
             with suppress(OSError):  # it holds a store
                 store.rmdir()

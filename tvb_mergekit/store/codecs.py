@@ -61,16 +61,13 @@ class Kept:
     def encode(
         self, files: Mapping[Path, Vector], inputs: TaskSet, matrix: Tensor, engine: Engine
     ) -> list[float]:
-        def write() -> list[float]:
-            draws = []
-            for vector in files.values():
-                seed = f"{inputs.settings.seed}/{vector.name}".encode()
-                draws.append(Draw(xxhash.xxh3_64_intdigest(seed), vector.share))
-            own = models_of(matrix)
-            items = [replace(i, inputs=tuple(i.inputs[k] for k in own)) for i in inputs.items]
-            return keep({p: v.name for p, v in files.items()}, items, draws, engine)
-
-        return ranks.world().led(write)  # blocks are appended in order
+        draws = []
+        for vector in files.values():
+            seed = f"{inputs.settings.seed}/{vector.name}".encode()
+            draws.append(Draw(xxhash.xxh3_64_intdigest(seed), vector.share))
+        own = models_of(matrix)
+        items = [replace(i, inputs=tuple(i.inputs[k] for k in own)) for i in inputs.items]
+        return keep({p: v.name for p, v in files.items()}, items, draws, engine)
 
     def decode(self, file: Path, base: Weights | None) -> Weights:
         return Coded(file, base)
@@ -85,16 +82,13 @@ class Adapters:
     def encode(
         self, files: Mapping[Path, Vector], inputs: TaskSet, matrix: Tensor, engine: Engine
     ) -> list[float]:
-        def write() -> list[float]:
-            for number, (file, vector) in zip(models_of(matrix), files.items(), strict=True):
-                adapter = inputs.sources[number]
-                assert isinstance(adapter, Adapter)
-                tensors = {name: adapter.file.tensor(name) for name in adapter.file.tensors}
-                config = json.dumps(adapter.config)
-                write_tensors(file, tensors, {MARKER: vector.name, CONFIG: config})
-            return [0.0] * len(files)
-
-        return ranks.world().led(write)
+        for number, (file, vector) in zip(models_of(matrix), files.items(), strict=True):
+            adapter = inputs.sources[number]
+            assert isinstance(adapter, Adapter)
+            tensors = {name: adapter.file.tensor(name) for name in adapter.file.tensors}
+            config = json.dumps(adapter.config)
+            write_tensors(file, tensors, {MARKER: vector.name, CONFIG: config})
+        return [0.0] * len(files)
 
     def decode(self, file: Path, base: Weights | None) -> Weights:
         if base is None:

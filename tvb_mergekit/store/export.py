@@ -25,7 +25,7 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.change import slugs
 from tvb_mergekit.store.facts import StoredFile
 from tvb_mergekit.store.files import record_of
-from tvb_mergekit.store.report import CITATION, OURS, section, vectors
+from tvb_mergekit.store.report import OURS, section, vectors
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.checkpoint import RESTORE, TOKENIZER_FILES, Checkpoint
 from tvb_mergekit.tensors.coding import Coded, keep
@@ -170,8 +170,7 @@ def _card(bases: Bases, task: str) -> str:
     title = task if bases.facts.errors[task] == 0 else f"{task}, reconstructed"
     title += f" (without its weight of {weight:g})" * (weight != 1)
     said = f"{OURS} wrote this model from a store of {vectors(facts)}."
-    told = f"{said}\n\n{CITATION}\n" if facts.whole else section(said, facts, bases.tensors)
-    return f"---\n{head}---\n# {title}\n\n{lost}{told}"
+    return f"---\n{head}---\n# {title}\n\n{lost}{section(said, facts)}"
 
 
 def lost_of(bases: Bases, task: str) -> str:

@@ -193,7 +193,13 @@ def read_facts(file: Path) -> Facts:
             raise ValueError(f"format version {number}, expected {version}")
         if known != _checksum(found):
             raise ValueError("its checksum differs: the file was changed")
-        return schema.model_validate(found)
+        made = schema.model_validate(found)
+        if isinstance(made, StoreFacts) and None in (
+            made.numbers,
+            *(v.weights for v in made.vectors),
+        ):
+            raise ValueError("it names no file of the numbers, or of a vector")
+        return made
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
         why = f"`{'.'.join(map(str, first['loc'])) or 'it'}`: {first['msg']}"

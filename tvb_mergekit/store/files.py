@@ -41,6 +41,8 @@ def read_numbers(file: Path, facts: Facts) -> dict[str, Tensor]:
         tensors = load_file(file)
     except Exception as error:  # safetensors raises several kinds
         raise UserError(f"{file}: cannot be read ({error}); restore it from a copy") from error
+    if isinstance(facts, StoreFacts) and (missing := {"encoder", "decoder"} - tensors.keys()):
+        raise UserError(f"{file}: no `{min(missing)}`; build it again")
     for name, tensor in tensors.items():
         wanted = shapes.get(name, (tasks, tasks))
         if tuple(tensor.shape) != wanted or not tensor.isfinite().all():

@@ -61,6 +61,13 @@ class Inspection:
         rebuilt = self.tensors.get("reconstruction", product)
         return errors_of(self.facts.tasks, self.tensors["gram"], rebuilt)
 
+    @property
+    def row_sums(self) -> list[float]:
+        """The weight of each task in the sum that a merge adds, [T]: W_e v."""
+        encoder, facts = self.tensors["encoder"], self.facts
+        given = facts.parameters.get("basis_weights") or [1.0] * encoder.shape[1]
+        return (encoder @ encoder.new_tensor(given)).tolist()
+
     @cached_property
     def choices(self) -> list[dict[str, float]]:
         """For each M = 1..T the best result of M bases, of any encoder and of balanced bases."""

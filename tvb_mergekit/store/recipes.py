@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,20 +18,6 @@ ALL_TASKS = {  # name of a merge of all tasks -> method
 }
 ALPHA = 1.0  # forgets all of the reconstructed task vector; less forgets less
 KEPT = ("merge_func", "common", "flow_time", "matrices", "transposed")
-
-
-def with_paths(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe with paths as mappings if mergekit would split their text, at `+` or `@`."""
-
-    def model(name: object) -> object:
-        return _path(name) if isinstance(name, str) and os.path.exists(name) else name
-
-    models = [{**entry, "model": model(entry["model"])} for entry in recipe["models"]]
-    return {**recipe, "base_model": model(recipe["base_model"]), "models": models}
-
-
-def _path(text: str) -> str | dict[str, Any]:
-    return {"model": {"path": text}} if re.search("[+@]", text) else text
 
 
 def times(setting: Any, factor: float) -> Any:
@@ -56,11 +40,11 @@ def templates(facts: StoreFacts, store: str, base: str) -> dict[str, dict[str, A
 def _recipe(
     method: str, facts: StoreFacts, store: str, base: str, forget: str | None = None
 ) -> dict[str, Any]:
-    parameters, models = _parameters(method, facts), [{"model": _path(store)}]
+    parameters, models = _parameters(method, facts), [{"model": store}]
     if forget is not None:
         parameters["forget"] = forget
         if facts.whole and not parameters["lambda"]:  # the other vectors are not needed
-            models = [{"model": _path(f"{store}/{forget}")}]
+            models = [{"model": f"{store}/{forget}"}]
     recipe = {
         "merge_method": method,
         "base_model": base,

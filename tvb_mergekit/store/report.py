@@ -12,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Combination
@@ -120,42 +119,19 @@ def write_report(model: Path, facts: Facts, tensors: Mapping[str, Tensor], with_
     if with_card:
         card = model / "README.md"
         text = card.read_text(encoding="utf-8") if card.exists() else ""
-        said = f"{OURS} merged {vectors(facts)} by `{facts.method}`."
-        card.write_text(f"{text.rstrip()}\n\n{section(said, facts, tensors)}", encoding="utf-8")
+        said = section(f"{OURS} merged {vectors(facts)} by `{facts.method}`.", facts)
+        card.write_text(f"{text.rstrip()}\n\n{said}", encoding="utf-8")
 
 
-def section(said: str, facts: Facts, tensors: Mapping[str, Tensor]) -> str:
-    """Markdown: what was done, tasks with their weights in the bases, loss and bounds, citation."""
-    head, rows = ["task", "model"], [[each.replace("|", "\\|")] for each in facts.tasks]
-    for row, model in zip(rows, facts.models, strict=True):
-        row.append(f"`{model}`")
-    if "encoder" in tensors and not facts.whole:
-        head += [*(f"B{m}" for m in range(facts.num_bases)), "sum"]
-        sums = row_sums(facts, tensors["encoder"])
-        for row, weights, total in zip(rows, tensors["encoder"].tolist(), sums, strict=True):
-            row += [f"{weight:.3f}" for weight in (*weights, total)]
-        said += " Each basis is a combination of the task vectors with these weights:"
-    table = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
-    told = [] if facts.whole else [f"* {line}" for line in measures(facts)]
-    lines = [
-        f"## Task vector{'s' if facts.whole else ' bases'}",
-        "",
-        said,
-        "",
-        *table,
-        "",
-        *told,
-        *[""] * bool(told),
-    ]
+def section(said: str, facts: Facts) -> str:
+    """Markdown: what was done, the tasks and their models, loss and bounds, citation."""
+    pairs = zip(facts.tasks, facts.models, strict=True)
+    rows = [f"| {task.replace('|', chr(92) + '|')} | `{model}` |" for task, model in pairs]
+    table = ["| task | model |", "| --- | --- |", *rows]
     if forgotten := facts.parameters.get("forget"):
-        lines += [f"Forgotten: {', '.join(forgotten)}.", ""]
-    return "\n".join([*lines, CITATION, ""])
-
-
-def row_sums(facts: Facts, encoder: Tensor) -> list[float]:
-    """The weight of each task in the sum that a merge adds, [T]: W_e v."""
-    given = facts.parameters.get("basis_weights") or [1.0] * encoder.shape[1]
-    return (encoder @ torch.tensor(given, dtype=torch.float64)).tolist()
+        table += ["", f"Forgotten: {', '.join(forgotten)}."]
+    told = [f"* {line}" for line in measures(facts)]
+    return "\n".join([f"## Task vectors\n\n{said}\n", *table, "", *told, "", CITATION, ""])
 
 
 def vectors(facts: Facts) -> str:
@@ -184,14 +160,9 @@ def measures(facts: Facts) -> list[str]:
     if facts.loss is None:
         lacks = "No Gram matrix: this merge needs none; `tvb inspect RECIPE` computes it"
         return [] if facts.errors else [lacks]
-    return (
-        []
-        if facts.whole
-        else [
-            f"Retained energy {100 * (facts.retained_energy or 0):.2f} %: reconstruction loss "
-            f"{facts.loss:.6g}, spectral lower bound {facts.spectral_bound:.6g}"
-        ]
-    )
+    kept, bound = 100 * (facts.retained_energy or 0), facts.spectral_bound
+    told = f"reconstruction loss {facts.loss:.6g}, spectral lower bound {bound:.6g}"
+    return [] if facts.whole else [f"Retained energy {kept:.2f} %: {told}"]
 
 
 @cache

@@ -19,13 +19,7 @@ from tvb_mergekit.core.settings import GLOBAL_KEYS, MERGING_KEYS, Settings, reso
 from tvb_mergekit.errors import UserError, hint
 from tvb_mergekit.store import STORE, is_store
 from tvb_mergekit.store.codecs import open_vector
-from tvb_mergekit.store.facts import (
-    FACTS,
-    FOLDER,
-    DtypeName,
-    StoreFacts,
-    read_facts,
-)
+from tvb_mergekit.store.facts import FACTS, DtypeName, StoreFacts, read_facts
 from tvb_mergekit.store.files import check_files, read_numbers
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.stream import Weights
@@ -203,11 +197,10 @@ class Bases:
     @property
     def base_name(self) -> str:
         """The first place of the base that exists: of the recipe, next to the store, absolute."""
-        facts, beside = self.facts, list[str]()
-        if self.path and facts.base_beside:
-            beside = [os.path.normpath(os.path.join(self.path.resolve(), facts.base_beside))]
-        last = facts.base_path or facts.base_model
-        return next(filter(os.path.exists, [facts.base_model, *beside, last]), last)
+        facts, last = self.facts, self.facts.base_path or self.facts.base_model
+        here = self.path.resolve() if self.path else "."
+        beside = os.path.normpath(os.path.join(here, facts.base_beside or last))
+        return next(filter(os.path.exists, [facts.base_model, beside, last]), last)
 
 
 class AsModel(Weights):
@@ -255,16 +248,17 @@ def load(path: str | os.PathLike[str], checksums: bool = False) -> Bases:
         UserError: no store, or a file that is missing, damaged or of another vector.
     """
     folder, bases = Path(path), load_numbers(path)
-    facts, shapes = bases.facts, dict[str, tuple[int, ...]]()
+    facts = bases.facts
     check_files(folder, [file for vector in facts.vectors for file in vector.held], checksums)
     sources = [open_vector(folder, vector, None) for vector in facts.vectors]
-    for vector, source in zip(facts.vectors, sources, strict=True):
-        if vector.codec != "adapter":
-            found = {name: info.shape for name, info in source.tensors.items()}
-            shapes = shapes or found
-            if found.keys() != {*facts.tensors} or found != shapes:
-                said = f"the tensors of vector {vector.name} are not what {STORE} says"
-                raise UserError(f"{folder}: {said}; build it again")
+    shapes = [
+        {name: info.shape for name, info in source.tensors.items()}
+        for vector, source in zip(facts.vectors, sources, strict=True)
+        if vector.codec != "adapter"
+    ]
+    if any(found.keys() != {*facts.tensors} or found != shapes[0] for found in shapes):
+        said = f"the tensors of a vector are not what {STORE} says; build it again"
+        raise UserError(f"{folder}: {said}")
     return replace(bases, sources=sources)
 
 
@@ -274,25 +268,17 @@ def load_numbers(path: str | os.PathLike[str]) -> Bases:
     facts = read_store(folder)
     assert facts.numbers is not None
     check_files(folder, [facts.numbers], checksums=True)  # everything is computed from them
-    tensors = read_numbers(folder / facts.numbers.file, facts)
-    if missing := {"encoder", "decoder"} - tensors.keys():
-        raise UserError(f"{folder / facts.numbers.file}: no `{min(missing)}`; build it again")
-    return Bases(facts, tensors, [], folder)
+    return Bases(facts, read_numbers(folder / facts.numbers.file, facts), [], folder)
 
 
 def read_store(folder: Path) -> StoreFacts:
     """The facts of the store in a folder. Raise UserError if there is none."""
     if not is_store(folder):
-        kind = f"no {STORE} of ours in it"
+        earlier = (folder / FACTS).is_file()
+        kind = "of an earlier version: build it again" if earlier else f"no {STORE} of ours in it"
         if not folder.exists():
             kind = f"no such folder, from {os.getcwd()}"
-        elif (folder / FACTS).is_file():
-            kind = "of an earlier version: build it again from its models"
-        elif (folder / "config.json").is_file() or (folder / FOLDER).is_dir():
-            kind = "a model"
         raise UserError(f"{folder} is not a store ({kind}); make one with `tvb build`")
     facts = read_facts(folder / STORE)
     assert isinstance(facts, StoreFacts)
-    if not (facts.numbers and all(vector.weights for vector in facts.vectors)):
-        raise UserError(f"{folder / STORE}: names no files; build it again")
     return facts
