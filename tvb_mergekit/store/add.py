@@ -50,19 +50,15 @@ def add_task(
     dtype: torch.dtype | None = None,
     doubt: Warn = print,
 ) -> Bases:
-    """Add one model to a store, which is made if it does not exist.
+    """Add one model to a store, which is made if it does not exist; see `api.add`.
 
     Args:
-        store: its path. Or bases in memory, which are not changed; None begins new ones.
         inputs_for: the model as the one task of a set, for the bases that it joins.
-        budget: the most vectors that the store may hold from now on; None: the store's own.
-        compress: `ae` or `balanced`; None: the store's own.
         dtype: of dense vectors, where the store has none.
         doubt: called with each doubt, such as a model unlike the base; may raise to refuse.
 
     Raises:
-        UserError: another base, tensors that differ from the store's, a task name that is there,
-            a budget that does not fit, no room, a doubt. The store stays as it was.
+        UserError: what does not fit the store, no room, a doubt. The store stays as it was.
     """
     if compress is not None:
         check_known(compress, online.COMPRESSIONS, f"--compress {compress}")
@@ -147,9 +143,9 @@ def _next(
     if joins:  # dense or a sample as the others are, or in the form that suits it
         kept, matrix = count, torch.eye(1, dtype=torch.float64)
         encoder = decoder = torch.eye(count + 1, dtype=torch.float64)
-        tensors = {"encoder": encoder, "decoder": decoder, "gram": sums.gram.clone()}
+        tensors = {"encoder": encoder, "decoder": decoder, "gram": sums.gram}
         if shares and "gram" in bases.tensors:  # that of the models is known
-            tensors["gram"][:count, :count] = bases.tensors["gram"]
+            sums.gram[:count, :count] = bases.tensors["gram"]
         own = DENSE[dense[0]] if len(dense) == count else dtype
         keep = shares[0] if shares and not inputs.adapters else 0.0
         vectors = [*facts.vectors, planned_task(inputs, 0, own, keep)]
@@ -193,18 +189,15 @@ def _compression(bases: Bases, compress: str | None, doubt: Warn) -> str:
     """The way in which full bases make room. Raise UserError if they cannot grow so."""
     facts, where, kind = bases.facts, bases.place, bases.facts.parameters["basis"]
     if facts.compress is None:
-        said = "no convex combinations of tasks: build the store with another basis to let it grow"
-        raise UserError(f"the bases in {where} are {kind}, {said}")
+        raise UserError(f"the bases in {where} are {kind}, which cannot grow: build another basis")
     how = compress or facts.compress
     if how == "balanced" and facts.basis_weights is None:
-        raise UserError(
-            f"--compress balanced keeps the sum of all tasks, and the bases in {where} ({kind}) do "
-            "not hold it: compress by ae, or build the store with `basis: balanced`"
-        )
+        said = f"the bases in {where} ({kind}) do not hold the sum of all tasks"
+        raise UserError(f"{said}: compress by ae, or build the store with `basis: balanced`")
     if how == "ae" and facts.compress == "balanced":
         doubt(
-            f"{where} is balanced: once it is compressed by ae, its bases no longer add up to the "
-            "sum of all tasks, and it cannot be compressed by balanced again"
+            f"{where} is balanced: compressed by ae, its bases no longer add up to the sum of all "
+            "tasks, and it cannot be compressed by balanced again"
         )
     return how
 

@@ -163,12 +163,12 @@ def merge(
     settings = settings_over(found, settings)
     varying = {key: spec.default_for(method) for key, spec in VARYING_KEYS.items()}
     varying |= {key: check_value(key, given[key]) for key in varying if key in given}
+    tunables = Tunables.of(varying)
     sources = bases.sources if method == "basis_negate" else list(bases.vectors)
-    items = items_of(bases, found, dtype, sources, settings.excludes)
-    for place, item in enumerate(items):
-        if item.inputs:
-            name, tunables = bases.stored_name(item.name), Tunables.of(varying)
-            items[place] = replace(item, counted_as=name, tunables=tunables)
+    items = [
+        replace(i, counted_as=bases.stored_name(i.name), tunables=tunables) if i.inputs else i
+        for i in items_of(bases, found, dtype, sources, settings.excludes)
+    ]
     counted = [item for item in items if item.counted_as == item.name]
     combined: Combination
     if bases.whole:
@@ -214,21 +214,20 @@ def _inputs(
     told: list[str],
 ) -> TaskSet:
     """The models as a task set, with lines on what is left out of them appended to `told`."""
-    found, tasks = open_model(base), list(models)
+    found, tasks, given = open_model(base), list(models), _plain(settings)
     sources = [open_model(model) for model in models.values()]
     names = [name_of(model, task) for task, model in models.items()]
     check_tasks(tasks, names)
     for task in weights:
         check_known(task, tasks, f"`weights` names the unknown task {task!r}")
-    given = _plain(settings)
-    varying = {key: check_value(key, given[key]) for key in VARYING_KEYS if key in given}
     resolved = resolve_settings("basis_ta", given, tasks)
     if not resolved.names_a_basis:
         resolved = resolved.but(basis="none")
     made, notes = match(found, sources, tasks, resolved)
     told += notes
     made.weights = [check_value("weight", weights.get(task, 1.0)) for task in tasks]
-    made.base_model, made.models, made.varying = name_of(base, "base"), names, varying
+    made.base_model, made.models = name_of(base, "base"), names
+    made.varying = {key: check_value(key, given[key]) for key in VARYING_KEYS if key in given}
     made.folder = None if os.path.isfile(made.base_model) else found.folder
     return made
 

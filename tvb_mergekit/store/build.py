@@ -207,13 +207,9 @@ def written(
     matrix: Tensor,
     engine: Engine,
 ) -> tuple[list[Vector], list[float]]:
-    """Write vectors with the files that a model has beside its vector.
+    """Write vectors with the files that a model has beside its vector, by the leader's `change`.
 
-    Args:
-        change: in the leading process.
-
-    Returns:
-        Their records, and the squared norm of the error of each code.
+    Returns their records, and the squared norm of the error of each code.
     """
     names, made, squares = slugs([v.name for v in vectors]), list(vectors), [0.0] * len(vectors)
     dense = [DENSE[vector.dtype] for vector in vectors if vector.codec == "dense"]
@@ -249,12 +245,7 @@ def written(
 
 
 def lost(vector: Vector, square: float, norm: float) -> float:
-    """The relative error of a task vector; of one in 16 bits the bound of rounding.
-
-    Args:
-        square: the squared norm of the error of its code.
-        norm: of the task vector.
-    """
+    """The relative error of a task vector by the square of its code's error, or its rounding."""
     if vector.codec == "dense" and vector.dtype != "float32":
         return torch.finfo(DENSE[vector.dtype]).eps / 2
     return math.sqrt(square) / norm

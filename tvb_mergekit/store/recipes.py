@@ -40,18 +40,13 @@ def templates(facts: StoreFacts, store: str, base: str) -> dict[str, dict[str, A
 def _recipe(
     method: str, facts: StoreFacts, store: str, base: str, forget: str | None = None
 ) -> dict[str, Any]:
-    parameters, models = _parameters(method, facts), [{"model": store}]
+    parameters, model = _parameters(method, facts), store
     if forget is not None:
         parameters["forget"] = forget
         if facts.whole and not parameters["lambda"]:  # the other vectors are not needed
-            models = [{"model": f"{store}/{forget}"}]
-    recipe = {
-        "merge_method": method,
-        "base_model": base,
-        "models": models,
-        "parameters": parameters,
-    }
-    return {**recipe, "dtype": facts.dtype} if facts.dtype else recipe
+            model = f"{store}/{forget}"
+    recipe = {"merge_method": method, "base_model": base, "models": [{"model": model}]}
+    return {**recipe, "parameters": parameters, **({"dtype": facts.dtype} if facts.dtype else {})}
 
 
 def _parameters(method: str, facts: StoreFacts) -> dict[str, Any]:

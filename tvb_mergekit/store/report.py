@@ -130,8 +130,8 @@ def section(said: str, facts: Facts) -> str:
     table = ["| task | model |", "| --- | --- |", *rows]
     if forgotten := facts.parameters.get("forget"):
         table += ["", f"Forgotten: {', '.join(forgotten)}."]
-    told = [f"* {line}" for line in measures(facts)]
-    return "\n".join([f"## Task vectors\n\n{said}\n", *table, "", *told, "", CITATION, ""])
+    told = "".join(f"* {line}\n\n" for line in measures(facts))
+    return "\n".join([f"## Task vectors\n\n{said}\n", *table, f"\n{told}{CITATION}\n"])
 
 
 def vectors(facts: Facts) -> str:
