@@ -58,11 +58,9 @@ def items_of(
     sources: Sequence[Weights],
     exclude: Callable[[str], bool] = lambda name: False,
 ) -> list[Item]:
-    """Every tensor of the base, with those of `sources` where the bases hold it.
+    """Every tensor of the base, with those of `sources` where the bases hold it, unless excluded.
 
-    Args:
-        dtype: of the floating-point tensors of the output; None keeps the base's own.
-        exclude: the names that stay the base's.
+    `dtype` is that of the floating-point tensors of the output; None keeps the base's own.
     """
     items = []
     for name, info in base.tensors.items():
@@ -80,15 +78,9 @@ def task_column(bases: Bases, task: str) -> Tensor:
 
 
 def combine(items: Sequence[Item], matrix: Tensor, sink: Sink, engine: Engine = Engine()) -> None:
-    """Give `sink` theta_0 + sources @ matrix[:, k] as output k of each item.
+    """Give `sink` theta_0 + sources @ matrix[:, k] as output k of each item of `items_of`.
 
     If there is one column, and it is zero or one lossless model, this is a copy to the bit.
-
-    Args:
-        items: of `items_of`, for the sources that `matrix` [len(sources), K] is over.
-
-    Raises:
-        UserError: an output overflows its dtype.
     """
     # An input with no part in any output is not read.
     used, made = [k for k, row in enumerate(matrix.tolist()) if any(row)], list[Item]()
@@ -122,11 +114,7 @@ def export(
     Args:
         base_folder: whose config.json and tokenizer the models get; None for a bare state dict.
         every: write several, each into a folder of its own below `out`.
-        dtype: of the models; None keeps the base's.
         warn: called with a line about each task whose reconstruction is far from it.
-
-    Raises:
-        UserError: another base, `out` holds something, no room, a value overflows.
     """
     columns = torch.cat([task_column(bases, task) for task in tasks], 1)
     if every:

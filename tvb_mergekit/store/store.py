@@ -19,7 +19,7 @@ from tvb_mergekit.core.settings import GLOBAL_KEYS, MERGING_KEYS, Settings, reso
 from tvb_mergekit.errors import UserError, hint
 from tvb_mergekit.store import STORE, is_store
 from tvb_mergekit.store.codecs import open_vector
-from tvb_mergekit.store.facts import FACTS, DtypeName, StoreFacts, read_facts
+from tvb_mergekit.store.facts import DtypeName, StoreFacts, read_facts
 from tvb_mergekit.store.files import check_files, read_numbers
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.stream import Weights
@@ -274,10 +274,8 @@ def load_numbers(path: str | os.PathLike[str]) -> Bases:
 def read_store(folder: Path) -> StoreFacts:
     """The facts of the store in a folder. Raise UserError if there is none."""
     if not is_store(folder):
-        earlier = (folder / FACTS).is_file()
-        kind = "of an earlier version: build it again" if earlier else f"no {STORE} of ours in it"
-        if not folder.exists():
-            kind = f"no such folder, from {os.getcwd()}"
+        found = f"no {STORE} of ours in it"
+        kind = found if folder.exists() else f"no such folder, from {os.getcwd()}"
         raise UserError(f"{folder} is not a store ({kind}); make one with `tvb build`")
     facts = read_facts(folder / STORE)
     assert isinstance(facts, StoreFacts)
