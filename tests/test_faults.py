@@ -249,7 +249,7 @@ OF_FILES = {
         wants=(MLP, "task .b.?", r"\[60, 32\]", r"\[64, 32\]", "exclude"),
     ),
     "tensor lost in a model": Case(
-        setup=edited("b", lambda t: t.pop(MLP)), wants=(MLP, "b: it stays"), ok=True
+        setup=edited("b", lambda t: t.pop(MLP)), wants=(MLP, "not in b, so the base's"), ok=True
     ),
     "most lost in a model": Case(
         setup=edited("b", lambda t: [t.pop(name) for name in [*t] if "norm" not in name]),
