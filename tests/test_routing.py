@@ -1,7 +1,7 @@
 """Stores that find the task of a prompt: scores, chosen weights, files of gates."""
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import transformers
 from commands import recipe, tvb, write
 from safetensors.torch import load_file
+from test_learn import loaded, padded
 from tiny import family, gpt2, llama, load
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -43,25 +44,19 @@ def adapters(base: Path, folder: Path) -> list[Path]:
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(base, models or adapters, store) of a make and a form, built by the command."""
-    made: dict[Any, tuple[Path, list[Any], Path]] = {}
 
-    def get(make: str, form: str) -> tuple[Path, list[Any], Path]:
-        if (make, form) not in made:
-            folder = tmp_path_factory.mktemp(f"{make}-{form}")
-            listed: Sequence[Any]
-            base, listed = family(folder, MAKES[make], TASKS, dtypes=[torch.bfloat16])
-            if form == "lora":
-                listed = [f"{base}+{path}" for path in adapters(base, folder / "lora")]
-            path = write(recipe("basis_ta", base, listed, {}, basis="none"), folder / "recipe")
-            tvb("build", path, folder / "store", "--quiet", *FORMS.get(form, []))
-            made[make, form] = base, [*listed], folder / "store"
-        return made[make, form]
+    @cache
+    def get(make: str, form: str) -> tuple[Path, Sequence[Any], Path]:
+        folder = tmp_path_factory.mktemp(f"{make}-{form}")
+        base, listed = family(folder, MAKES[make], TASKS, dtypes=[torch.bfloat16])
+        paths: Sequence[Any] = listed
+        if form == "lora":
+            paths = [f"{base}+{path}" for path in adapters(base, folder / "lora")]
+        path = write(recipe("basis_ta", base, paths, {}, basis="none"), folder / "recipe")
+        tvb("build", path, folder / "store", "--quiet", *FORMS.get(form, []))
+        return base, paths, folder / "store"
 
     return get
-
-
-def loaded(base: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
 
 
 def reference(
@@ -72,14 +67,13 @@ def reference(
     name = "transformer.h.0.attn.c_attn" if kind == "gpt2" else "model.layers.{}.self_attn.v_proj"
     names = [name.format(layer) for layer in range(1 if kind == "gpt2" else 2)]  # of 2, of 3
     live, theta = library.attach(loaded(base), store, base), model.state_dict()
-    gates: list[list[Tensor]] = []
-    for task in TASKS:
-        tuned, own = live.use(task).state_dict(), []
+    gates: list[list[Tensor]] = [[] for _ in TASKS]
+    for own, task in zip(gates, TASKS, strict=True):
+        tuned = live.use(task).state_dict()
         for each in names:
             matrix = tuned[f"{each}.weight"].double() - theta[f"{each}.weight"]
             _, sizes, rows = torch.linalg.svd(matrix.T if kind == "gpt2" else matrix)
             own.append(rows[: min(4, int((sizes > 0.1 * sizes[0]).sum()))])
-        gates.append(own)
 
     def shares(ids: Sequence[int]) -> Tensor:
         seen: list[Tensor] = []
@@ -98,13 +92,8 @@ def reference(
 
 
 def batch_of(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    longest = max(map(len, prompts))
-    gaps = [[0] * (longest - len(prompt)) for prompt in prompts]
-    rows = [[*gap, *prompt] for gap, prompt in zip(gaps, prompts, strict=True)]
-    masks = [[*gap, *[1] * len(prompt)] for gap, prompt in zip(gaps, prompts, strict=True)]
-    ids, mask = torch.tensor(rows), torch.tensor(masks)
-    places = (mask.cumsum(1) - 1).clamp(min=0)
-    return {"input_ids": ids, "attention_mask": mask, "position_ids": places}
+    batch = padded(prompts, left=True)
+    return batch | {"position_ids": (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)}
 
 
 @pytest.mark.parametrize(("make", "form"), [way for way in WAYS if way[1] != "sampled"])
@@ -113,23 +102,16 @@ def test_scores_are_those_of_dense_float64(make: str, form: str, stored: Any) ->
     live = library.attach(loaded(base), store, base)
     live.route()
     assert live.router
-    chosen = live.router.choose(**batch_of(PROMPTS))
+    live.router.choose(**batch_of(PROMPTS))
     found = torch.tensor([[own[task] for task in TASKS] for own in live.router.scores])
     texts = routing.plain_texts(loaded(base), base)
     assert len(texts) > len(routing.plain_texts(loaded(base), None)) > 0
     assert (found - reference(base, store, PROMPTS, texts)).abs().max() < 0.1  # of a flat spectrum
-    best = [TASKS[int(row.argmax())] for row in found]
-    assert all(task in (None, own) for task, own in zip(chosen, best, strict=True))
 
 
-def forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last token of a prompt decides: 9 math, 1 code, 8 safety, others the base."""
-
-    def scores(self: Any, given: Any) -> Tensor:
-        last = given["input_ids"][:, -1].tolist()
-        return torch.tensor([[float(token == own) for own in (9, 1, 8)] for token in last])
-
-    monkeypatch.setattr(routing.Gate, "scores", scores)
+def by_last_token(gate: Any, given: Any) -> Tensor:
+    """Scores by the last token of a prompt: 9 is math, 1 code, 8 safety, and others the base."""
+    return (given["input_ids"][:, -1:] == torch.tensor([9, 1, 8])).float()
 
 
 CHOSEN = ["math", "code", "safety", None]
@@ -140,7 +122,7 @@ def test_each_sequence_has_the_weights_of_its_task(
     make: str, form: str, stored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, _, store = stored(make, form)
-    forced(monkeypatch)
+    monkeypatch.setattr(routing.Gate, "scores", by_last_token)
     how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     fixed = library.attach(loaded(base), store, base)
     logits, said = [], []
@@ -179,9 +161,8 @@ def test_each_sequence_has_the_weights_of_its_task(
 def test_what_is_refused_or_ends_routing(stored: Any, monkeypatch: Any, capfd: Any) -> None:
     base, _, store = stored("llama", "lossless")
     live = library.attach(model := loaded(base), store, base)
-    forced(monkeypatch)
+    monkeypatch.setattr(routing.Gate, "scores", by_last_token)
     before = model(torch.tensor([[1, 2]])).past_key_values
-    live.route(["code", "math"], threshold=2.0, explain=True)
     batch = batch_of(PROMPTS)
     for said, call in (
         ("of prompts that were not", lambda: model(torch.tensor([[1]]), past_key_values=before)),
@@ -226,26 +207,24 @@ def test_gates_come_and_go_with_their_task(stored: Any, tmp_path: Path) -> None:
         library.attach(loaded(base), tmp_path / "grown", base)
 
 
-T5 = "encoder.block.0.layer.0"
+MATRICES = {
+    "BertModel": ({}, "encoder.layer.0.attention.self.value"),
+    "GPTNeoXModel": ({}, "layers.0.attention.query_key_value"),
+    "MixtralModel": ({}, "layers.0.self_attn.v_proj"),
+    "T5Model": ({"d_model": 32, "num_layers": 2}, "encoder.block.0.layer.0.SelfAttention.v"),
+    "GPT2Model": ({"n_embd": 32, "n_layer": 2, "n_head": 4}, "h.0.attn.c_attn"),
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "keys", "found"),
-    [
-        ("BertModel", {}, ["encoder.layer.0.attention.self.value.weight"]),
-        ("GPTNeoXModel", {}, ["layers.0.attention.query_key_value.weight"]),
-        ("T5Model", {"d_model": 32, "num_layers": 2}, [f"{T5}.SelfAttention.v.weight"]),
-        ("MixtralModel", {}, ["layers.0.self_attn.v_proj.weight"]),
-        ("GPT2Model", {"n_embd": 32, "n_layer": 2, "n_head": 4}, ["h.0.attn.c_attn.weight"]),
-    ],
-)  # fmt: skip
-def test_the_matrices_of_an_architecture(kind: str, keys: dict[str, Any], found: list[str]) -> None:
+@pytest.mark.parametrize("kind", MATRICES)
+def test_the_matrices_of_an_architecture(kind: str) -> None:
+    keys, found = MATRICES[kind]
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "intermediate_size": 32, "vocab_size": 32}  # fmt: skip
+             "num_key_value_heads": 2, "intermediate_size": 32}  # fmt: skip
     cls: Any = getattr(transformers, kind)
     with torch.device("meta"):
-        model = cls(cls.config_class(**(small if not keys else {"vocab_size": 32}), **keys))
+        model = cls(cls.config_class(vocab_size=32, **(keys or small)))
     matrices = [name for name, p in model.named_parameters() if p.dim() == 2]
-    assert looked_at(matrices)[0] == found
-    others = [name for name in matrices if name not in found]
+    assert looked_at(matrices)[0] == [f"{found}.weight"]
+    others = [name for name in matrices if found not in name]
     assert looked_at(others)[0] == [] and len(looked_at(others)[1]) > 1

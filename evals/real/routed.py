@@ -60,7 +60,8 @@ def routed(run: Run, cell: Cell) -> dict[str, Any]:
             return [best(live, run.tokenizer(change(item.prompt))["input_ids"]) for item in items]
 
         chosen = {task: ahead(task, change) for task in run.tasks}
-        sets = [name for name in OUTSIDE if (run.data / name / "test.jsonl").exists()]
+        asked = OUTSIDE if cell["how"] in ("templates", "stripped") else ()
+        sets = [name for name in asked if (run.data / name / "test.jsonl").exists()]
         none = [margin for name in sets for _, margin in ahead(name)]
         some = [margin for each in chosen.values() for _, margin in each]
         right = {task: [float(name == task) for name, _ in each] for task, each in chosen.items()}
