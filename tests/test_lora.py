@@ -280,18 +280,13 @@ def test_names_of_older_files_and_of_the_hub(bases, tmp_path):
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 A, B = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
 FIRST = re.escape(MERGE_FIRST)  # of what is more than A and B
-REFUSED: list[tuple[Any, dict[str, Any] | None, str]] = [  # text as it is; None: no file
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # None: no such tensor
     ({"use_dora": True}, {}, f"uses `use_dora`.*{FIRST}"),
     ({}, {f"{Q}.lora_magnitude_vector": torch.ones(32)}, f"uses DoRA.*{FIRST}"),
-    ({"bias": "all"}, {}, f"has trained biases.*{FIRST}"),
     ({}, {f"{Q}.base_layer.weight": torch.ones(32, 32)}, f"changes the weight that.*{FIRST}"),
     ({}, {A: torch.ones(4, 32, 1, 1)}, f"targets a convolution.*{FIRST}"),
-    ({"trainable_token_indices": [3]}, {}, f"uses `trainable_token_indices`.*{FIRST}"),
     ({"init_lora_weights": "pissa_niter_4"}, {}, f"changes the base .*pissa_niter_4.*{FIRST}"),
     ({"peft_type": "LOHA"}, {}, f"is of type LOHA, expected LORA.*{FIRST}"),
-    (None, {}, "has no adapter_config.json"),
-    ("{", {}, "adapter_config.json cannot be read"),
-    ({}, None, "has no adapter_model.safetensors or"),
     ({}, {A: None}, "holds `.*lora_B.weight` but not its other half, lora_A"),
     ({"base_model_name_or_path": "org/base"},
      {f"{Q}x.lora_A.weight": torch.ones(4, 32), f"{Q}x.lora_B.weight": torch.ones(32, 4)},
@@ -300,9 +295,7 @@ REFUSED: list[tuple[Any, dict[str, Any] | None, str]] = [  # text as it is; None
     ({}, {B: torch.ones(33, 4)}, r"q_proj` is \[33, 32\], in the base \[32, 32\]; take the base"),
     ({"r": 5}, {}, "lora_A of rank 4 and lora_B of rank 4, expected 5 from adapter_config.json"),
     ({}, {A: torch.full((4, 32), torch.nan)}, "holds 128 NaN and 0 infinite"),
-    ({}, {A: torch.ones(4, 32).int()}, "int32, expected a matrix of floats"),
     ({}, {f"{Q}.lora_A.other.weight": torch.ones(4, 32)}, "holds several adapters"),
-    ({"alpha_pattern": {"(": 3}}, {}, "adapter_config.json: rank and alpha of"),
 ]  # fmt: skip
 
 
@@ -317,16 +310,11 @@ def plain(bases, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_refuses_in_one_line(bases, plain, tmp_path, config, edit, message):
     folder = tmp_path / "b"
     shutil.copytree(plain, folder)
-    if isinstance(config, dict):
-        edit_config(folder, **config)
-    else:
-        (folder / CONFIG).unlink() if config is None else (folder / CONFIG).write_text(config)
-    state = load_file(folder / WEIGHTS) | (edit or {})
+    edit_config(folder, **config)
+    state = load_file(folder / WEIGHTS) | edit
     (folder / WEIGHTS).unlink()
-    if edit is not None:
-        save_file(
-            {key: value for key, value in state.items() if value is not None}, folder / WEIGHTS
-        )
+    kept = {key: value for key, value in state.items() if value is not None}
+    save_file(kept, folder / WEIGHTS)
     with pytest.raises(UserError, match=message) as caught:
         read(bases("llama"), folder)
     assert str(caught.value).startswith(f"adapter {folder} (task `math`): ")
