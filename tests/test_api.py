@@ -341,13 +341,11 @@ def test_a_model_that_changed_is_refused(case: str, stored: Any) -> None:
     refuses(said, lambda: tvb.attach(model, place)) if said else tvb.attach(model, place)
 
 
-def test_bases_and_models_that_do_not_fit(stored: Any, tmp_path: Path) -> None:
+def test_bases_and_models_that_do_not_fit(stored: Any) -> None:
     base, store = stored("sampled")
     model, inner = loaded(base), AutoModel.from_pretrained(base)  # whose names lack `model.`
     refuses(f"the model names {HEAD}, {EMBEDDING}", lambda: tvb.attach(inner, store))
     refuses("belongs to the base", lambda: tvb.attach(model, store, base.parent / "math"))
-    refuses("no such folder or file", lambda: tvb.attach(model, store, tmp_path / "none"))
-    refuses("memory with the base", lambda: tvb.attach(model, store, model.state_dict()))
     live = tvb.attach(model, store)
     live.use("math")
     refuses("are not the base's", lambda: tvb.attach(model, store))
