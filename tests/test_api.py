@@ -88,6 +88,7 @@ def test_mistakes_are_user_errors(world: World, tmp_path: Path) -> None:
         "`basis` was set when": lambda: tvb.merge(bases, base, basis="ae"),
         "belongs to the base": lambda: tvb.merge(bases, other),
         "and the weights of": lambda: tvb.reconstruct(bases, other, "math"),
+        "nothing to undo": lambda: tvb.undo(store),
         "is a vector of a store": lambda: tvb.build(base, {"x": vector}),
         "keep all tasks: leave out": lambda: tvb.build(base, models, "s", keep=0.5, num_bases=2),
         "no tensor takes part": lambda: tvb.build({"w": np.zeros(2)}, models),
