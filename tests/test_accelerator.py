@@ -37,7 +37,7 @@ from tvb_mergekit.store.export import combine, items_of
 from tvb_mergekit.tensors import passes, stream
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.merging import build_basis, merge_items
-from tvb_mergekit.tensors.output import MemorySink
+from tvb_mergekit.tensors.output import in_memory
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.stream import CPU, Engine
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -244,11 +244,11 @@ def test_gram(folder: Path, device: Device) -> None:
 
 def merged(method: str, items: Any, engine: Engine, keys: Any) -> dict[str, Tensor]:
     """The merged tensors, and what the passes summed."""
-    sink = MemorySink(items)
+    held, sink = in_memory(items)
     tasks = TaskSet(resolve_settings(method, keys, TASKS), TASKS, [1.0] * T, items)
     basis = build_basis(tasks, engine)
     merge_items(basis, items, sink, engine)
-    return {"sums": basis.sums.gram, **sink.states[0]}
+    return {"sums": basis.sums.gram, **held}
 
 
 # A model is read once for each of these, so once if G decides nothing.
@@ -286,9 +286,9 @@ def test_stores(stored: tuple[Path, Bases], device: Device) -> None:
     items = items_of(store, base_of(store, path), None, store.sources)
 
     def run(on: torch.device) -> Mapping[str, Tensor]:
-        sink = MemorySink(items)
+        held, sink = in_memory(items)
         combine(items, torch.full((T, 1), 0.5), sink, Engine(on))
-        return sink.states[0]
+        return held
 
     pieces = len(SHAPES) if store.facts.vectors[0].codec != "dense" else PIECES  # complete blocks
     assert copies(device, run) == (pieces * (1 + T) + 1, pieces)

@@ -600,7 +600,8 @@ def test_prompts_alone_depth_checkpointing_and_a_store(case: Case, tmp_path: Pat
     source = case.recipe("forms", basis="balanced", num_bases=2)
     tvb("build", source, tmp_path / "store", "--quiet")
     short = ("--epochs", 2, "--learning-rate", 0.01, "--held-out", 0, "--depth", 2)
-    assert "`prompt` and `response`" in refused("learn", source, "wemoe", *words, "--out", tmp_path)
+    said = refused("learn", source, "wemoe", *words, "--out", tmp_path / "out")
+    assert "`prompt` and `response`" in said
     plain = case.learn(source, "wemoe", "all-prompts", *words, "--unlabeled", *short)
     told = facts(plain.folder)
     assert told["unlabeled"] and told["depth"] == 2 and told["schedule"]["rate"] == 0.01

@@ -281,12 +281,12 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 A, B = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
 FIRST = re.escape(MERGE_FIRST)  # of what is more than A and B
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # None: no such tensor
-    ({"use_dora": True}, {}, f"uses `use_dora`.*{FIRST}"),
+    ({"use_dora": True}, {}, f"has `use_dora: True`.*{FIRST}"),
     ({}, {f"{Q}.lora_magnitude_vector": torch.ones(32)}, f"uses DoRA.*{FIRST}"),
     ({}, {f"{Q}.base_layer.weight": torch.ones(32, 32)}, f"changes the weight that.*{FIRST}"),
-    ({}, {A: torch.ones(4, 32, 1, 1)}, f"targets a convolution.*{FIRST}"),
-    ({"init_lora_weights": "pissa_niter_4"}, {}, f"changes the base .*pissa_niter_4.*{FIRST}"),
-    ({"peft_type": "LOHA"}, {}, f"is of type LOHA, expected LORA.*{FIRST}"),
+    ({}, {A: torch.ones(4, 32, 1, 1)}, f"expected a matrix of floats.*{FIRST}"),
+    ({"init_lora_weights": "pissa_niter_4"}, {}, f"has `init_lora_weights: pissa.*{FIRST}"),
+    ({"peft_type": "LOHA"}, {}, f"has `peft_type: LOHA`.*{FIRST}"),
     ({}, {A: None}, "holds `.*lora_B.weight` but not its other half, lora_A"),
     ({"base_model_name_or_path": "org/base"},
      {f"{Q}x.lora_A.weight": torch.ones(4, 32), f"{Q}x.lora_B.weight": torch.ones(32, 4)},

@@ -50,10 +50,9 @@ def build(recipe: str, store: str, dtype: str | None, **values: Any) -> None:
     engine, document = cli.engine_of(values), cli.read_recipe(recipe)
     document.whole_tasks()
     from tvb_mergekit.plugin.inputs import read_inputs
-    from tvb_mergekit.plugin.planner import input_folders
     from tvb_mergekit.store.change import check_new_store
 
-    check_new_store(store, input_folders(document.recipe))  # before anything is downloaded
+    check_new_store(store)  # before anything is downloaded
     inputs = read_inputs(document, cli.model_options(values))
     _tell(build_store(inputs, store, engine, dtype=cli.dtype_of(dtype), keep=share))
 

@@ -35,7 +35,7 @@ from tvb_mergekit.store.routing import LEARNED
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN
 from tvb_mergekit.tensors.merging import merge_items, merge_one
-from tvb_mergekit.tensors.output import MemorySink
+from tvb_mergekit.tensors.output import in_memory
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Item, Sink
 
@@ -105,12 +105,13 @@ class TaskBases:
         every = [item for item in every if parameters is None or item.name in parameters]
         items = [replace(item, out=torch.float32) for item in every]
         columns = self.columns[:, some] * scale
-        sink = MemorySink(items, columns.shape[1])
+        held, sink = in_memory(items, columns.shape[1])
         steps = dict.fromkeys((item.name for item in items), Step.of(columns))
         combine_pass(items, steps, sink, self.plan.engine, title="Bases")
+        rows = {name: each.view(len(each), each[0].numel()) for name, each in held.items()}
         if parameters is None:
-            return sink.held
-        return {name: held.to(parameters[name].device) for name, held in sink.held.items()}
+            return rows
+        return {name: each.to(parameters[name].device) for name, each in rows.items()}
 
     def folder(self, task: str | None) -> Path:
         """The folder with configuration and tokenizer of a task's model; None is the base."""

@@ -18,9 +18,9 @@ from tvb_mergekit.learn.data import Example, encode, open_tokenizer, read_data
 from tvb_mergekit.learn.gradients import coefficients, localize, wemoe
 from tvb_mergekit.learn.job import Job, LearnedMerge, Request, TaskBases
 from tvb_mergekit.learn.statistics import weighted_mean
-from tvb_mergekit.plugin.planner import input_folders, planned
-from tvb_mergekit.plugin.run import staged, write_model
-from tvb_mergekit.tensors.output import check_output_folder, warn_of_stale_parts
+from tvb_mergekit.plugin.planner import planned
+from tvb_mergekit.plugin.run import say, write_model
+from tvb_mergekit.tensors.output import check_output_folder, staged
 
 LOG = logging.getLogger(__name__)
 METHODS: dict[str, Callable[[Job], LearnedMerge]] = {
@@ -50,8 +50,7 @@ def learn(request: Request) -> None:
     unused = [key for key in request.document.varying if key != "lambda" or not begins]
     if unused and recipe.bases is None:  # a store's own recipes have some
         LOG.warning("%s does not use the recipe's `%s`", method, listed(unused))
-    check_output_folder(request.out, input_folders(recipe))
-    warn_of_stale_parts(request.out)
+    check_output_folder(request.out)
     with planned(request.document, request.options) as plan:
         if not plan.tasks.items:
             raise UserError(NO_TENSOR)
@@ -60,8 +59,8 @@ def learn(request: Request) -> None:
         bases = TaskBases(plan)
         examples = _read(request, bases)
         plan.build(inner=True)  # statistics are mixed by the encoder itself
-        with staged(request.out) as stage:
-            place = stage.path.with_name(f"{stage.path.name}.learned")
+        with staged(request.out) as folder:
+            place = folder.with_name(f"{folder.name}.learned")
             place.mkdir(exist_ok=True)
             AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier call
             accelerator = Accelerator(
@@ -72,7 +71,8 @@ def learn(request: Request) -> None:
             began = time.perf_counter()
             plan.learned = METHODS[method](job)
             plan.basis.seconds["learn"] = time.perf_counter() - began
-            write_model(plan, request.document, stage, started)
+            facts = write_model(plan, request.document, folder, started)
+        say(plan, facts, request.out)
 
 
 def _read(request: Request, bases: TaskBases) -> dict[str, list[Example]]:

@@ -14,10 +14,10 @@ from torch import Tensor
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.inputs import check_for_store, tasks_for_store
-from tvb_mergekit.plugin.planner import input_folders, plan_only
+from tvb_mergekit.plugin.planner import plan_only
 from tvb_mergekit.tensors.adapter import CONFIG, WEIGHTS, Target
 from tvb_mergekit.tensors.merging import build_basis, merged_factors
-from tvb_mergekit.tensors.output import StagedFolder, check_new_folder
+from tvb_mergekit.tensors.output import check_output_folder, staged
 from tvb_mergekit.tensors.taskset import TaskSet
 
 
@@ -28,7 +28,7 @@ def merge_to_adapter(
 
     Raise UserError if the merge has no exact factors, and as `planned`.
     """
-    check_new_folder(out, input_folders(document.recipe))
+    check_output_folder(out)
     check_for_store(document, "an adapter")
     plan = plan_only(document, options)
     tasks, adapters = tasks_for_store(document, plan), plan.tasks.adapters
@@ -54,14 +54,10 @@ def merge_to_adapter(
             up, down = factors.left, factors.right
             halves = {"A": up.T, "B": down.T} if target.transposed else {"A": down, "B": up}
             tensors |= {target.key(h): t.to(dtype).contiguous() for h, t in halves.items()}
-    stage = StagedFolder(out)
-    try:
-        save_file(tensors, stage.path / WEIGHTS, {"format": "pt"})
+    with staged(out) as folder:
+        save_file(tensors, folder / WEIGHTS, {"format": "pt"})
         text = json.dumps(_configuration(tasks, ranks), indent=2)
-        (stage.path / CONFIG).write_text(text + "\n", encoding="utf-8")
-        stage.publish()
-    finally:
-        stage.discard()
+        (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def _configuration(tasks: TaskSet, ranks: Mapping[Target, int]) -> dict[str, Any]:

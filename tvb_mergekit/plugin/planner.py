@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from glob import glob
@@ -356,11 +356,3 @@ def check_tokenizer_source(config: MergeConfiguration) -> None:
 
 def _has_tokenizer(path: str) -> bool:
     return any(os.path.isfile(os.path.join(path, name)) for name in TOKENIZER_FILES)
-
-
-def input_folders(recipe: Recipe) -> Sequence[str]:
-    """Every local folder that the merge reads, and the store of its vectors."""
-    paths = [] if recipe.bases is None else [recipe.bases.place]
-    paths += [model.model.path for model in recipe.every]
-    paths += [model.lora.path for model in recipe.models if model.lora]
-    return [path for path in paths if os.path.exists(path)]

@@ -11,8 +11,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import transformers
@@ -25,21 +24,20 @@ from tvb_mergekit.errors import one_line, refusing, unwinding
 from tvb_mergekit.plugin import replaced
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import Plan
-from tvb_mergekit.plugin.planner import input_folders, planned
-from tvb_mergekit.plugin.recipe import Recipe
+from tvb_mergekit.plugin.planner import planned
 from tvb_mergekit.progress import logging_above_bars
 from tvb_mergekit.store import report
+from tvb_mergekit.store.facts import Facts
 from tvb_mergekit.tables import show
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import weight_files
 from tvb_mergekit.tensors.output import (
     FolderWriter,
-    StagedFolder,
     check_disk,
     check_output_folder,
     into,
     plan_shards,
-    warn_of_stale_parts,
+    staged,
 )
 from tvb_mergekit.tensors.ties import say_untied
 
@@ -64,17 +62,18 @@ def merge(document: Document, out: str, options: MergeOptions) -> None:
         transformers.trainer_utils.set_seed(options.random_seed)
     with logging_above_bars(), unwinding(), refusing(out=out):
         if ranks.world().leads:
-            check_place(out, document.recipe, options)
-        with planned(document, options) as plan, staged(out) as stage:
-            check_disk(out, plan.output_bytes)
-            plan.build()
-            write_model(plan, document, stage, started)
+            check_place(out, options)
+        with planned(document, options) as plan:
+            with staged(out) as folder:
+                check_disk(out, plan.output_bytes)
+                plan.build()
+                facts = write_model(plan, document, folder, started)
+            say(plan, facts, out)
 
 
-def check_place(out: str, recipe: Recipe, options: MergeOptions) -> None:
-    """Check the output folder, and warn of stale folders and of options without effect."""
-    check_output_folder(out, input_folders(recipe))
-    warn_of_stale_parts(out)
+def check_place(out: str, options: MergeOptions) -> None:
+    """Check the output folder, and warn of options without effect."""
+    check_output_folder(out)
     given = options.model_dump(include=WITHOUT_EFFECT, exclude_defaults=True)
     if given and not options.gpu_rich and not options.quiet:  # --gpu-rich sets some of them
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
@@ -83,8 +82,8 @@ def check_place(out: str, recipe: Recipe, options: MergeOptions) -> None:
         LOG.warning("--no-safe-serialization: our methods write safetensors all the same")
 
 
-def write_model(plan: Plan, document: Document, stage: StagedFolder, started: float) -> None:
-    """Write the merged model of a plan whose basis is built, and publish it.
+def write_model(plan: Plan, document: Document, folder: Path, started: float) -> Facts:
+    """Write the merged model of a plan whose basis is built, with its report, into `folder`.
 
     Args:
         started: when the work began, by `time.perf_counter`.
@@ -95,23 +94,15 @@ def write_model(plan: Plan, document: Document, stage: StagedFolder, started: fl
 
     # mergekit asks the Hub whether a folder is a repository, which fails offline.
     with replaced("card:is_hf", local):
-        write_tensors(plan, stage.path)
-        _write_companions(plan, document, stage.path)
-        finish(stage, plan, started)
-
-
-@contextmanager
-def staged(out: str) -> Iterator[StagedFolder]:
-    """A folder for the merged model, which the leader makes, and deletes after an error."""
-    world = ranks.world()
-    made = StagedFolder(out) if world.leads else None
-    try:
-        stage = world.led(lambda: made)
-        assert stage is not None
-        yield stage
-    finally:
-        if made is not None:
-            made.discard()
+        write_tensors(plan, folder)
+        _write_companions(plan, document, folder)
+    seconds = plan.basis.seconds
+    seconds["merge"] = time.perf_counter() - started - sum(seconds.values())
+    facts, tensors = plan.report()
+    report.write_report(folder, facts, tensors, plan.options.write_model_card)
+    if plan.learned is not None:
+        plan.learned.write(folder)
+    return facts
 
 
 def write_tensors(plan: Plan, folder: Path) -> None:
@@ -119,9 +110,8 @@ def write_tensors(plan: Plan, folder: Path) -> None:
     items, world = plan.items(), ranks.world()
     limit = max(plan.options.out_shard_size or 0, 0) or sys.maxsize
     files = FolderWriter(folder, plan_shards(items, limit), {"format": "pt"})
-    plan.merge_into(into(files), items[ranks.part_of(items)])
+    plan.merge_into(into(files), ranks.share_of(items))
     world.dismiss()
-    files.finish()
 
 
 def _write_companions(plan: Plan, document: Document, folder: Path) -> None:
@@ -163,18 +153,11 @@ def _write_companions(plan: Plan, document: Document, folder: Path) -> None:
             shutil.copyfile(file, place)
 
 
-def finish(stage: StagedFolder, plan: Plan, started: float) -> None:
-    """Write our files into the staged folder, publish the folder, and print the summary."""
-    seconds = plan.basis.seconds
-    seconds["merge"] = time.perf_counter() - started - sum(seconds.values())
-    facts, tensors = plan.report()
-    report.write_report(stage.path, facts, tensors, plan.options.write_model_card)
-    if plan.learned is not None:
-        plan.learned.write(stage.path)
-    stage.publish()
+def say(plan: Plan, facts: Facts, out: str) -> None:
+    """Print the summary of a complete merge."""
     if not plan.options.quiet:
         try:
-            lines = report.summary(facts, str(stage.out))
+            lines = report.summary(facts, os.path.realpath(out))
             show(lines, Console(soft_wrap=True, highlight=False))
         except Exception as error:  # a closed pipe, a terminal without the characters
             LOG.warning("the merge is complete, but its summary cannot be printed: %s", error)

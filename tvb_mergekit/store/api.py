@@ -34,7 +34,7 @@ from tvb_mergekit.tensors.merging import (
     merge_items,
     settings_over,
 )
-from tvb_mergekit.tensors.output import MARKER, MemorySink
+from tvb_mergekit.tensors.output import MARKER, in_memory
 from tvb_mergekit.tensors.stream import Engine, StateDict, Weights, device_of
 from tvb_mergekit.tensors.taskset import UNCHANGED, TaskSet, match
 
@@ -135,9 +135,9 @@ def reconstruct(
     `dtype` is that of the floating-point tensors; the base's own by default.
     """
     items = items_of(bases, base_of(bases, base, dtype), dtype, bases.sources)
-    sink = MemorySink(items)
+    held, sink = in_memory(items)
     combine(items, task_column(bases, task), sink)
-    return sink.states[0]
+    return {name: tensor[0] for name, tensor in held.items()}
 
 
 def merge(
@@ -182,9 +182,9 @@ def merge(
         zeros = (found.tensors[name].numel for name in left if left[name] == UNCHANGED)
         count_if_needed(combined, counted, engine, zeros=sum(zeros))
     check_matrices(settings, items)
-    sink = MemorySink(items)
+    held, sink = in_memory(items)
     merge_items(combined, items, sink, engine)
-    return sink.states[0]
+    return {name: tensor[0] for name, tensor in held.items()}
 
 
 def base_of(bases: Bases, base: Model, dtype: torch.dtype | None = None) -> Weights:

@@ -35,7 +35,7 @@ from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.coding import MANTISSA
 from tvb_mergekit.tensors.merging import check_matrices, encoded_by, sums_of
-from tvb_mergekit.tensors.output import MemorySink, check_disk
+from tvb_mergekit.tensors.output import check_disk, in_memory
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Engine, StateDict, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -116,9 +116,10 @@ def states_of(
 ) -> list[Weights]:
     """The vectors, the combinations `matrix` [T, K] of the inputs, as state dicts."""
     items = [replace(item, out=DENSE[vectors[0].dtype]) for item in inputs.items]
-    sink, step = MemorySink(items, matrix.shape[1]), Step.of(matrix)
+    count, step = matrix.shape[1], Step.of(matrix)
+    held, sink = in_memory(items, count)
     combine_pass(items, dict.fromkeys((i.name for i in items), step), sink, engine, title="Bases")
-    return [StateDict(state) for state in sink.states]
+    return [StateDict({name: rows[k] for name, rows in held.items()}) for k in range(count)]
 
 
 def inspect_inputs(inputs: TaskSet, engine: Engine = Engine()) -> tuple[Facts, dict[str, Tensor]]:
@@ -269,7 +270,7 @@ def store_facts(
         "budget": None if kind == "none" else count,
         "compress": COMPRESSED_BY.get(kind),
         "basis_weights": [len(inputs.tasks) / count] * count if kind in (*EVEN, "none") else None,
-        "base_fingerprint": inputs.prints[0],
+        "base_fingerprint": inputs.base.fingerprint(),
         "base_path": local_path(inputs.base_model),
         "tensors": inputs.names,
         "twins": {**inputs.tied, **{n: inputs.base.canonical(n) for n in sorted(lent)}},

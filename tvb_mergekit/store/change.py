@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from tvb_mergekit.store import STORE, is_store
 from tvb_mergekit.store.facts import StoreFacts, write_facts
 from tvb_mergekit.store.files import check_files, record_of, write_tensors
 from tvb_mergekit.store.store import Bases, load, read_store
-from tvb_mergekit.tensors.output import check_new_folder
+from tvb_mergekit.tensors.output import check_output_folder
 
 LOG = logging.getLogger(__name__)
 LOCK = ".lock"
@@ -127,10 +127,10 @@ def changing(path: str | os.PathLike[str], new: bool = False) -> Iterator[Change
                 store.rmdir()
 
 
-def check_new_store(out: str | os.PathLike[str], inputs: Iterable[str] = ()) -> None:
+def check_new_store(out: str | os.PathLike[str]) -> None:
     """Check the folder of a new store: it is missing or empty, or another command builds there."""
     if is_store(out) or not Path(out, LOCK).exists():
-        check_new_folder(out, inputs)
+        check_output_folder(out)
 
 
 def undo(path: str | os.PathLike[str]) -> Bases:

@@ -43,7 +43,7 @@ class Dense:
             metadata = {"format": "pt", MARKER: vector.name}
             writers.append(FolderWriter(path.parent, {path.name: items}, metadata))
         steps = dict.fromkeys((item.name for item in items), Step.of(matrix))
-        mine = items[ranks.part_of(items)]
+        mine = ranks.share_of(items)
         combine_pass(mine, steps, into(*writers), engine, title="Bases")
         ranks.world().collect(None)  # all have written
         return [0.0] * len(writers)

@@ -31,13 +31,12 @@ from tvb_mergekit.tensors.checkpoint import RESTORE, TOKENIZER_FILES, Checkpoint
 from tvb_mergekit.tensors.coding import Coded, keep
 from tvb_mergekit.tensors.output import (
     FolderWriter,
-    StagedFolder,
     check_disk,
-    check_new_folder,
     check_output_folder,
     checksum_of,
     into,
     plan_shards,
+    staged,
 )
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, Weights
@@ -117,35 +116,28 @@ def export(
         warn: called with a line about each task whose reconstruction is far from it.
     """
     columns = torch.cat([task_column(bases, task) for task in tasks], 1)
-    if every:
-        check_new_folder(out)  # it could have folders of these names
-    check_output_folder(out, [str(path) for path in (bases.path, base_folder) if path is not None])
+    check_output_folder(out)
     items = items_of(bases, base, dtype, bases.sources)
     check_disk(os.fspath(out), len(tasks) * sum(item.written for item in items))
     for line in filter(None, (lost_of(bases, task) for task in tasks)):
         warn(line)
     exact = {vector.name: vector for vector in bases.facts.vectors if vector.codec == "lossless"}
-    stage = StagedFolder(out)
-    try:
-        places = [stage.path / slug for slug in slugs(tasks)] if every else [stage.path]
+    with staged(out) as folder:
+        places = [folder / slug for slug in slugs(tasks)] if every else [folder]
         lossy = [k for k, task in enumerate(tasks) if task not in exact]
         if lossy:
             shards = plan_shards(items)
             writers = [FolderWriter(places[k], shards, {"format": "pt"}) for k in lossy]
             combine(items, columns[:, lossy], into(*writers), engine)
             for writer in writers:
-                writer.finish()
                 copy_config(base_folder, writer.folder, dtype)
                 say_untied(writer.folder)
         for task, place in zip(tasks, places, strict=True):
             if task in exact and bases.path:
-                folder = (bases.path / exact[task].files[0].file).parent
+                original = (bases.path / exact[task].files[0].file).parent
                 vector = bases.sources[bases.index(task)]
-                restore(folder, vector, base, base_folder, place, dtype, engine)
+                restore(original, vector, base, base_folder, place, dtype, engine)
             (place / "README.md").write_text(_card(bases, task), encoding="utf-8")
-        stage.publish()
-    finally:
-        stage.discard()
 
 
 def _card(bases: Bases, task: str) -> str:
@@ -265,7 +257,6 @@ def restore(
         raise UserError(f"{folder / ABOUT}: cannot be read ({error}); {RESTORE}") from error
     writer = FolderWriter(out, plan_shards(items), {"format": "pt"})
     combine_pass(items, {}, into(writer), engine, title="Models")
-    writer.finish()
     for name, checksum in files.items():
         places = [folder / name.replace("/", "%2F")]
         places += [] if base_folder is None else [base_folder / name]

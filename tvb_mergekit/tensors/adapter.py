@@ -36,13 +36,17 @@ PREFIX = "base_model.model."
 _SCALES = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
 # module, A or B of a linear layer or of an embedding; the adapter's name in between is dropped.
 _KEY = re.compile(r"(.+)\.(?:lora_([AB])(?:\.[^.]+)?\.weight|lora_embedding_([AB])(?:\.[^.]+)?)")
-# Settings under which the update is not s B A and dense tensors, or not only that.
-_NOT_PLAIN = (
+# Setting -> its values under which the update is s B A and dense tensors, and nothing more.
+_MORE = (
     "use_dora use_qalora use_bdlora lora_bias layer_replication trainable_token_indices "
     "alora_invocation_tokens arrow_config kasa_config monteclora_config"
-).split()
-# All others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA, MiCA) change the base when PEFT loads them.
-_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+)
+_PLAIN: dict[str, tuple[object, ...]] = dict.fromkeys(_MORE.split(), ()) | {
+    "peft_type": ("lora",),
+    "bias": ("none",),
+    # All others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA, MiCA) change the base when PEFT loads them.
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
+}
 _SAVED = re.compile(r"\.modules_to_save(\.default)?(?=\.)|\.base_layer(?=\.)")
 
 
@@ -104,6 +108,7 @@ class Adapter(Weights):
         if not (names or config):
             raise self._error(f"has no {WEIGHTS} or {PICKLED}; download it again")
         self.file = Checkpoint.open(self.path if config else self.path / names[0])
+        self.files = self.file, self.under
         self.factors: dict[str, tuple[Factors, ...]] = {}
         self.dense: dict[str, str] = {}
         self.targets: dict[str, Target] = {}
@@ -138,15 +143,10 @@ class Adapter(Weights):
 
     def name_tensors(self) -> None:
         """Take X's names of tensors, also those that X has got since; see `ties.tie`."""
-        self.tensors = {
-            name: replace(
-                info,
-                dtype=torch.float32,
-                alias_of=None if self.changed & {name, info.alias_of} else info.alias_of,
-            )
-            for name, info in self.under.tensors.items()
-        }
-        self.shards, self.folder = self.under.shards, self.under.folder
+        self.shards, self.folder, self.tensors = self.under.shards, self.under.folder, {}
+        for name, info in self.under.tensors.items():
+            alias = None if self.changed & {name, info.alias_of} else info.alias_of
+            self.tensors[name] = replace(info, dtype=torch.float32, alias_of=alias)
 
     @property
     def changed(self) -> set[str]:
@@ -218,10 +218,6 @@ class Adapter(Weights):
             return weight
         return self.base.tensor(name).float() + self.tensor(name)
 
-    def check_unchanged(self) -> None:
-        for file in (self.file, self.under):
-            file.check_unchanged()
-
     def fingerprint(self) -> str:
         """64 hexadecimal digits from the weights and the scales."""
         scales = json.dumps({key: self.config.get(key) for key in _SCALES}, sort_keys=True)
@@ -229,31 +225,18 @@ class Adapter(Weights):
         text = f"{self.file.fingerprint()}|{scales}{own}"
         return hashlib.sha256(text.encode()).hexdigest()
 
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        return {info.dtype for info in self.file.tensors.values()}
-
-    @property
-    def nbytes(self) -> int:
-        return self.file.nbytes
-
     def _read_config(self) -> dict[str, Any]:
         file = self.path / CONFIG
         if not file.is_file():
             raise self._error(f"has no {CONFIG}; name the folder of a PEFT adapter")
         try:
             config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-            kind, start = config.get("peft_type"), config.get("init_lora_weights")
+            given = {key: value for key, value in config.items() if key in _PLAIN and value}
         except (ValueError, AttributeError) as error:
             raise self._error(f"{CONFIG} cannot be read ({error}); download it again") from error
-        if kind != "LORA":
-            raise self._not_plain(f"is of type {kind}, expected LORA")
-        if config.get("bias") not in (None, "none"):
-            raise self._not_plain(f"has trained biases (`bias: {config['bias']}`)")
-        if used := [setting for setting in _NOT_PLAIN if config.get(setting)]:
-            raise self._not_plain(f"uses `{used[0]}`")
-        if (start.lower() if isinstance(start, str) else start) not in _PLAIN_STARTS:
-            raise self._not_plain(f"changes the base (`init_lora_weights: {start}`)")
+        for key, value in given.items():
+            if (value.lower() if isinstance(value, str) else value) not in _PLAIN[key]:
+                raise self._not_plain(f"has `{key}: {value}`, and so not only factors")
         return config
 
     def _add_dense(self, key: str, name: str) -> None:
@@ -329,13 +312,9 @@ class Adapter(Weights):
             present = f"`{min(pair.values())}` but not its other half"
             raise self._error(f"holds {present}, lora_{half}; save it again")
         stored = self.file.tensor(key)
-        if stored.ndim > 2:
-            raise self._not_plain(f"targets a convolution (`{key}` is {list(stored.shape)})")
-        if stored.ndim < 2 or not stored.numel() or not stored.is_floating_point():
-            raise self._error(
-                f"`{key}` is {list(stored.shape)} {stored.dtype}, expected a matrix of floats; "
-                f"{GATHER}"
-            )
+        if stored.ndim != 2 or not stored.numel() or not stored.is_floating_point():
+            told = f"`{key}` is {list(stored.shape)} {stored.dtype}, expected a matrix of floats"
+            raise self._error(f"{told}; {GATHER}. If it is of a convolution, {MERGE_FIRST}")
         value = stored.to(torch.float32, copy=True)  # nothing stays mapped
         if told := damage(value):
             raise self._error(f"`{key}` {told}")

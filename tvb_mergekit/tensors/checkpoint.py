@@ -12,9 +12,9 @@ import json
 import os
 import pickle
 import threading
+import zipfile
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tvb_mergekit.errors import UserError, listed, one_line
+from tvb_mergekit.errors import UserError, one_line
 from tvb_mergekit.tensors.stream import TensorInfo, Weights, infos_of
 
 # In mergekit's and transformers' order of preference.
@@ -65,7 +65,8 @@ class Checkpoint(Weights):
     folder: Path
     shards: tuple[str, ...]
     tensors: dict[str, TensorInfo]
-    _mapped: dict[str, object] = field(default_factory=dict, repr=False)
+    # A shard's mapped file; its tensors, if it is in PyTorch's format
+    _mapped: dict[str, Any] = field(default_factory=dict, repr=False)
     _open: tuple[str, Any] = field(default=("", None), repr=False)  # the last file that was read
     _seen: dict[str, object] = field(default_factory=dict, repr=False)  # identities of the shards
     _lock: Any = field(default_factory=threading.Lock, repr=False)
@@ -80,7 +81,7 @@ class Checkpoint(Weights):
         made._seen = {shard: _identity(folder / shard) for shard in names}  # before it is read
         for shard, own in names.items():
             if shard.endswith(".safetensors"):
-                held = _read_safetensors_header(folder, shard)
+                held, made._mapped[shard] = _open_safetensors(folder, shard)
             else:
                 mapped = _map_pickle(folder / shard)
                 held = infos_of(mapped.items(), shard)  # finds tied tensors by their memory
@@ -105,13 +106,9 @@ class Checkpoint(Weights):
         """The tensor, mapped into memory."""
         name = self.canonical(name)
         shard = self.tensors[name].shard
-        with self._lock:
-            if shard not in self._mapped:
-                self.check_unchanged(shard)
-                self._mapped[shard] = safetensors.safe_open(self.folder / shard, framework="pt")
-            handle = self._mapped[shard]
-        tensor = handle[name] if isinstance(handle, dict) else handle.get_tensor(name)  # type: ignore[attr-defined]
-        assert isinstance(tensor, Tensor)
+        self.check_unchanged(shard)
+        held = self._mapped[shard]
+        tensor: Tensor = held[name] if isinstance(held, dict) else held.get_tensor(name)
         return tensor
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
@@ -243,10 +240,11 @@ def _read_index(index: Path) -> dict[str, list[str] | None]:
     return dict(sorted(shards.items()))
 
 
-def _read_safetensors_header(folder: Path, shard: str) -> dict[str, TensorInfo]:
+def _open_safetensors(folder: Path, shard: str) -> tuple[dict[str, TensorInfo], Any]:
+    """The tensors of a file, and what maps them."""
     path = folder / shard
     try:
-        safetensors.safe_open(path, framework="pt")  # compares header and file size
+        mapped = safetensors.safe_open(path, framework="pt")  # compares header and file size
     except safetensors.SafetensorError as error:
         raise UserError(
             f"{path}: truncated, damaged or not a safetensors file ({error}); download it again"
@@ -261,36 +259,25 @@ def _read_safetensors_header(folder: Path, shard: str) -> dict[str, TensorInfo]:
             raise UserError(f"{path}: tensor `{name}` is {entry['dtype']}, which is not supported")
         offset = 8 + length + entry["data_offsets"][0]
         infos[name] = TensorInfo(tuple(entry["shape"]), dtype, shard, offset=offset)
-    return infos
+    return infos, mapped
 
 
 def _map_pickle(path: Path) -> dict[str, Tensor]:
-    """Map a PyTorch file without running code from it.
-
-    Files older than PyTorch 1.6, and tensors that are stored by columns, are loaded.
-    """
-    load = partial(torch.load, path, map_location="cpu", weights_only=True)
+    """Map a PyTorch file without running code from it."""
+    maps = zipfile.is_zipfile(path)  # a file older than PyTorch 1.6 is loaded
     try:
-        try:
-            loaded = load(mmap=True)
-        except RuntimeError as error:
-            if "mmap can only be used" not in str(error):
-                raise
-            loaded = load()
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
     except pickle.UnpicklingError as error:
         told = "cannot be read without running code that it carries; convert it to safetensors"
         raise UserError(f"{path}: {told}") from error
     except Exception as error:  # torch raises RuntimeError, EOFError, ValueError, OSError here
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        told = f"truncated, or not a PyTorch file ({reason}); download it again"
+        told = f"truncated, or not a PyTorch file ({one_line(error):.100}); download it again"
         raise UserError(f"{path}: {told}") from error
-    if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
-        loaded = loaded["state_dict"]
     held = loaded if isinstance(loaded, dict) else {}
+    held = held["state_dict"] if isinstance(held.get("state_dict"), dict) else held
     found = {str(name): value for name, value in held.items() if isinstance(value, Tensor)}
     if not found:
-        what = listed([*map(str, held)], 4) or f"a {type(loaded).__name__}"
-        raise UserError(f"{path}: holds no tensors but {what}; save the state dict alone")
+        raise UserError(f"{path}: holds no tensors; save the state dict alone")
     for name, value in found.items():
         if value.is_meta or value.layout != torch.strided:
             raise UserError(f"{path}: `{name}` is without data, or sparse; save it dense")

@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,9 +63,6 @@ class Draw:
         key = xxhash.xxh3_64_intdigest(f"{self.seed}/{block}/{name}".encode())
         bits = np.random.Philox(key=key).random_raw(-(-length // 2)).astype("<u8").view("<u4")
         return torch.from_numpy(np.flatnonzero(bits[:length] < self.share * 2**32))
-
-
-ALL = Draw(0, 1.0)
 
 
 def encode(theta: Tensor, base: Tensor | None) -> tuple[int, bytes]:
@@ -140,26 +139,56 @@ def keep(
     Returns:
         The squared norm of the error of each sample.
     """
-    draws = draws or [ALL] * len(files)
-    made = [_File(path, files[path], items, k, draws[k]) for k, path in enumerate(files)]
+    draws = draws or [Draw(0, 1.0)] * len(files)
+    headers = [partial(_header, name, items, k, draws[k]) for k, name in enumerate(files.values())]
+    rooms = [len(header()) for header in headers]  # of the most bytes: it is written last
+    index, ends = [list[NDArray[Any]]() for _ in files], [[room] for room in rooms]
     work, errors = partial(_coded, draws), [0.0] * len(files)
-    for piece, coded in run(items, work, replace(engine, device=CPU), title, grain=BLOCK):
-        for k, (blocks, index, error) in enumerate(coded):
-            made[k].append(blocks, index, last=piece.stop == piece.item.numel)
-            errors[k] += error
-    for file in made:
-        file.finish()
+    with ExitStack() as stack:
+        opened = [stack.enter_context(path.open("wb")) for path in files]
+        for file, room in zip(opened, rooms, strict=True):
+            file.write(b" " * room)
+        for piece, coded in run(items, work, replace(engine, device=CPU), title, grain=BLOCK):
+            for k, (blocks, own, error) in enumerate(coded):
+                opened[k].writelines(blocks)
+                index[k].append(own)
+                errors[k] += error
+                if piece.stop == piece.item.numel:  # its tensor ends
+                    opened[k].write(np.concatenate(index[k]).tobytes())
+                    index[k].clear()
+                    ends[k].append(opened[k].tell())
+        for k, file in enumerate(opened):
+            file.seek(0)
+            file.write(headers[k]([stop - start for start, stop in pairwise(ends[k])], rooms[k]))
     return errors
+
+
+def _header(
+    name: str,
+    items: Sequence[Item],
+    number: int,
+    draw: Draw,
+    sizes: Sequence[int] = (),
+    length: int = 0,
+) -> bytes:
+    """The header of input `number`. `sizes` are the bytes of its tensors; none: the most."""
+    dtypes = [item.inputs[number].dtype for item in items]
+    both = [*zip(items, dtypes, strict=True)]
+    said = {item.name: [NAMES[dtype], list(item.shape)] for item, dtype in both}
+    about = {"version": VERSION, "seed": draw.seed, "share": draw.share, "tensors": said}
+    sizes = sizes or [d.itemsize * i.numel + INDEX.itemsize * -(-i.numel // BLOCK) for i, d in both]
+    tensors = {i.name: (torch.uint8, [size]) for i, size in zip(items, sizes, strict=True)}
+    return header_of({"format": "pt", MARKER: name, KEY: json.dumps(about)}, tensors, length)
 
 
 def _coded(
     draws: Sequence[Draw], piece: Piece, reader: Reader
 ) -> list[tuple[list[bytes], NDArray[Any], float]]:
-    """Of each input: the blocks of a piece, their index, and the squared error."""
+    """The blocks of a piece of each input, their index, and the squared error."""
     item, made = piece.item, []
-    base = None if item.base is None else reader.stored(item.base, piece)
+    base = None if item.base is None else piece.stored(item.base)
     for draw, part in zip(draws, item.inputs, strict=True):
-        whole, share, error = reader.stored(part, piece), draw.of(item.shape), 0.0
+        whole, share, error = piece.stored(part), draw.of(item.shape), 0.0
         starts = range(0, len(whole), BLOCK)
         blocks, index = list[bytes](), np.zeros(len(starts), INDEX)
         for number, start in enumerate(starts):
@@ -180,50 +209,6 @@ def _coded(
     return made
 
 
-class _File:
-    """One file of input `number` of the items, as bytes whose sizes are known when they end.
-
-    The header gets room for the most bytes, and is written last.
-    """
-
-    def __init__(
-        self, path: Path, title: str, items: Sequence[Item], number: int, draw: Draw
-    ) -> None:
-        dtypes = {item.name: item.inputs[number].dtype for item in items}
-        said = {item.name: [NAMES[dtypes[item.name]], list(item.shape)] for item in items}
-        about = {"version": VERSION, "seed": draw.seed, "share": draw.share, "tensors": said}
-        self._metadata = {"format": "pt", MARKER: title, KEY: json.dumps(about)}
-        # Tensor -> its bytes: the most until it is written
-        self._sizes = {
-            item.name: dtypes[item.name].itemsize * item.numel
-            + INDEX.itemsize * -(-item.numel // BLOCK)
-            for item in items
-        }
-        self._names, self._index, self._start = iter(dtypes), list[NDArray[Any]](), 0
-        self._room = len(self._header())
-        self._file: BinaryIO = path.open("wb")
-        self._file.write(b" " * self._room)
-
-    def append(self, blocks: Sequence[bytes], index: NDArray[Any], last: bool) -> None:
-        """Append blocks of the current tensor, which `last` ends."""
-        self._index.append(index)
-        self._file.writelines(blocks)
-        if last:
-            self._file.write(np.concatenate(self._index).tobytes())
-            self._index.clear()
-            stop = self._file.tell() - self._room
-            self._sizes[next(self._names)], self._start = stop - self._start, stop
-
-    def finish(self) -> None:
-        with self._file:
-            self._file.seek(0)
-            self._file.write(self._header(self._room))
-
-    def _header(self, length: int = 0) -> bytes:
-        tensors = {name: (torch.uint8, [size]) for name, size in self._sizes.items()}
-        return header_of(self._metadata, tensors, length)
-
-
 class Coded(Weights):
     """One model of a store by its coded entries, decoded next to `base`.
 
@@ -237,7 +222,8 @@ class Coded(Weights):
 
     def __init__(self, path: Path, base: Weights | None = None) -> None:
         self.stored, self.path, self.base = Checkpoint.open(path), path, base
-        self.tensors, self.dtypes = {}, dict[str, torch.dtype]()  # of the entries
+        self.files, self.tensors = (self.stored,), {}
+        self.dtypes: dict[str, torch.dtype] = {}  # of the entries
         self._indices: dict[str, tuple[NDArray[Any], NDArray[np.int64]]] = {}
         try:
             said = json.loads(metadata_of(path)[KEY])
@@ -265,13 +251,6 @@ class Coded(Weights):
 
     def damaged(self, name: str) -> UserError:
         return UserError(f"{self.path}: tensor `{name}` is not what was stored; {RESTORE}")
-
-    def check_unchanged(self) -> None:
-        self.stored.check_unchanged()
-
-    @property
-    def nbytes(self) -> int:
-        return self.stored.nbytes
 
     def _blocks(self, name: str) -> int:
         return -(-self.tensors[name].numel // BLOCK)
@@ -302,7 +281,7 @@ class Coded(Weights):
         return chunk
 
     def _base(self, name: str, block: int, length: int) -> Tensor:
-        """The same block of the base, in the base's dtype."""
+        """The base's block, in the base's dtype."""
         assert self.base is not None, "a vector of a store is read with its base"
         first = block * BLOCK
         buffer = torch.empty(length, dtype=self.base.tensors[name].dtype, device="cpu")

@@ -25,11 +25,13 @@ from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.names import TRANSPOSED
 from tvb_mergekit.progress import silent
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.passes import RunningSums, alone_of, combine_pass, count_pass, gram_pass
+from tvb_mergekit.tensors.passes import RunningSums, combine_pass, count_pass, gram_pass
 from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
 
 LOG = logging.getLogger(__name__)
+OfBases = Sequence[float] | None
+HALF = (torch.bfloat16, torch.float16)
 FAR = 3  # a merge this many times as long as its bases together gets a warning
 
 
@@ -102,7 +104,7 @@ def count_if_needed(
     if not basis.trims:
         return
     started = time.perf_counter()
-    counted = count_pass(basis.weighted_encoder, items[ranks.part_of(items)], engine, sums)
+    counted = count_pass(basis.weighted_encoder, ranks.share_of(items), engine, sums)
     ranks.world().add_up(counted.counts)
     counted.counts[:, 0] += zeros  # the bin of zero
     basis.histogram = counted
@@ -126,7 +128,6 @@ def merge_items(
             base's.
         alone: as in `Combination.step`; a merge of all terms adds fl(scale * direction) last.
     """
-    items = [item if item.tunables else alone_of(item) for item in items]
     moving = [item for item in items if item.tunables]
     waits = isinstance(basis, Basis) and basis.waits and (moving or ranks.world().size > 1)
     sums = RunningSums(basis.tasks, inner=False) if waits else None
@@ -192,6 +193,12 @@ def merge_matrices(
     assert tunables is not None
     scale, encoder = 1.0 if alone else tunables.lambda_ * basis.scale, _merged_encoder(basis)
     size = shape[0] * shape[1]
+    rounded = [part.dtype for part in item.inputs if part.holds == "delta" and part.dtype in HALF]
+    # The share of the entries that each basis has of random samples, [M]; 1 of a zero basis.
+    shares = torch.tensor([part.share for part in item.inputs], dtype=torch.float64)
+    squares = encoder.square()
+    each = (shares @ squares / squares.sum(0)).nan_to_num(1.0).tolist()
+    drawn = None if shares.eq(1).all() else each
     for number, first in enumerate(range(0, max(1, item.numel), max(1, size))):
         matrix = replace(item, first=first, shape=shape)
         updates = item.updates(number) if item.factored else []
@@ -202,7 +209,7 @@ def merge_matrices(
             merged = (left @ core).float() @ right.T.float()
         else:
             bases = _bases_of(matrix, encoder, engine, sums)
-            noise, drawn = _noise(matrix, bases), _drawn(matrix, encoder)
+            noise = [rounding_noise(base, rounded[0]) for base in bases] if rounded else None
             merged = _by_inputs(settings, matrix, bases, noise, drawn)
         yield _write(matrix, merged, bases, sink, engine, scale, not alone)
 
@@ -277,17 +284,12 @@ def _bases_of(
 
 
 def _by_inputs(
-    settings: Settings,
-    item: Item,
-    bases: Tensor,
-    noise: Sequence[float] | None = None,
-    shares: Sequence[float] | None = None,
+    settings: Settings, item: Item, bases: Tensor, noise: OfBases = None, shares: OfBases = None
 ) -> Tensor:
     """D of bases whose inputs are their columns, or their rows if `transposed`.
 
-    Args:
-        noise: the largest singular value that rounding to 16 bits makes in each B_m, [M].
-        shares: of the entries that each B_m has, if it is a random sample, [M].
+    `noise` is the largest singular value that rounding to 16 bits makes in each B_m, and `shares`
+    are those of the entries that each has, if it is a random sample.
     """
     shape, turned = item.shape[-2:], settings.is_transposed(item.name)
     outputs, inputs = reversed(shape) if turned else shape
@@ -297,24 +299,6 @@ def _by_inputs(
     with torch.no_grad():
         merged: Tensor = METHODS[settings.method](settings, bases.mT if turned else bases, **known)
     return merged.T if turned else merged
-
-
-def _noise(matrix: Item, bases: Tensor) -> list[float] | None:
-    """The noise of each basis [m, n] if the inputs are differences that were rounded to 16 bits."""
-    for part in matrix.inputs:
-        if part.holds == "delta" and part.dtype in (torch.bfloat16, torch.float16):
-            return [rounding_noise(base, part.dtype) for base in bases]
-    return None
-
-
-def _drawn(matrix: Item, encoder: Tensor) -> list[float] | None:
-    """The share of the entries that each basis has of random samples, [M]; None if of all."""
-    shares = torch.tensor([part.share for part in matrix.inputs], dtype=torch.float64)
-    if shares.eq(1).all():
-        return None
-    squares = encoder.square()
-    found: list[float] = (shares @ squares / squares.sum(0)).nan_to_num(1.0).tolist()
-    return found  # 1 of a zero basis
 
 
 def _write(

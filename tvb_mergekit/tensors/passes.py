@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -52,14 +52,12 @@ class Piece:
     def numel(self) -> int:
         return self.stop - self.start
 
-
-def _pieces_of(items: Sequence[Item], length: int) -> Iterator[Piece]:
-    """Cut items into pieces of at most `length` elements; an empty tensor is one piece."""
-    for item in items:
-        item = item.loaded()
-        stop = item.first + item.numel
-        for start in range(item.first, max(item.first + 1, stop), length):
-            yield Piece(item, start, min(start + length, stop))
+    def stored(self, part: Part, memory: Tensor | None = None) -> Tensor:
+        """Elements [n] of a part, in its dtype: on the CPU, or where a tensor in memory is."""
+        size = self.numel * part.dtype.itemsize
+        if memory is None:
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return part.read(self.start, self.stop, memory[:size].view(part.dtype))
 
 
 class Reader:
@@ -71,55 +69,44 @@ class Reader:
         # CPU are widened at once, so that one row is enough.
         self._gpu, pinned = device.type != "cpu", device.type == "cuda"
         shape = (rows, 8 * length) if self._gpu else (1, 8 * length)
-        buffers = [
-            torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        # Each with the event after the last copy from it.
+        self._buffers = deque[tuple[Tensor, torch.Event | None]](
+            (torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=pinned), None)
             for _ in range(2 if self._gpu else 1)
-        ]
-        self._buffers = itertools.cycle(zip(buffers, range(2), strict=False))
-        self._copied: list[torch.Event | None] = [None, None]  # the last copy from each buffer
+        )
 
     def task_vectors(self, piece: Piece) -> tuple[Tensor, Tensor]:
         """theta_0 [n] (0 if the item has no base) and the task vectors [T, n], until the next call.
 
         Both are float32 on the device.
         """
-        item = piece.item
+        item, event = piece.item, None
         base, *others = rows = self._values[: 1 + len(item.inputs), : piece.numel]
-        memory, number = next(self._buffers)
-        if (event := self._copied[number]) is not None:
-            event.synchronize()
+        memory, copied = self._buffers.popleft()
+        if copied is not None:
+            copied.synchronize()
         if item.base is None:
             base.zero_()
         else:
             self._widen(item.base, piece, memory[0], base)
-        weights = [part.holds == "weight" for part in item.inputs]
         for place, (part, row) in enumerate(zip(item.inputs, others, strict=True), 1):
             self._widen(part, piece, memory[place % len(memory)], row)
-        if all(weights):  # one operation instead of T
-            rows[1:].sub_(base)
-        else:
-            for row in itertools.compress(others, weights):
+            if part.holds == "weight":
                 row.sub_(base)
         if self._gpu:
-            self._copied[number] = torch.accelerator.current_stream(self.device).record_event()
+            event = torch.accelerator.current_stream(self.device).record_event()
+        self._buffers.append((memory, event))
         return base, rows[1:]
 
     def _widen(self, part: Part, piece: Piece, memory: Tensor, row: Tensor) -> None:
         if self._gpu:  # moved as it is stored, and widened there: half the traffic for 16 bits
-            row.copy_(self.stored(part, piece, memory).to(self.device, non_blocking=True))
+            row.copy_(piece.stored(part, memory).to(self.device, non_blocking=True))
         elif part.dtype == row.dtype:
             given = part.read(piece.start, piece.stop, row)
             if given.data_ptr() != row.data_ptr():
                 row.copy_(given)
         else:
-            row.copy_(self.stored(part, piece, memory))
-
-    def stored(self, part: Part, piece: Piece, memory: Tensor | None = None) -> Tensor:
-        """Elements [n] of a part, in its dtype: on the CPU, or where a tensor in memory is."""
-        size = piece.numel * part.dtype.itemsize
-        if memory is None:
-            memory = torch.empty(size, dtype=torch.uint8, device="cpu")
-        return part.read(piece.start, piece.stop, memory[:size].view(part.dtype))
+            row.copy_(piece.stored(part, memory))
 
 
 def run(
@@ -153,11 +140,19 @@ def run(
         with torch.no_grad():
             return work(piece, local.reader)
 
+    def pieces() -> Iterator[Piece]:
+        for item in items:
+            item = item.loaded()
+            stop = item.first + item.numel
+            # An empty tensor is one piece.
+            for start in range(item.first, max(item.first + 1, stop), length):
+                yield Piece(item, start, min(start + length, stop))
+
     threads = min(torch.get_num_threads() if device.type == "cpu" else DEVICE_THREADS, threads)
     waiting: deque[tuple[Piece, Future[Result]]] = deque()
     pool = ThreadPoolExecutor(threads, "tvb-pass")
     try:
-        for piece in itertools.chain(_pieces_of(items, length), [None] * (threads + AHEAD)):
+        for piece in itertools.chain(pieces(), [None] * (threads + AHEAD)):
             if piece is not None:
                 waiting.append((piece, pool.submit(act, piece)))
             if waiting and (piece is None or len(waiting) > threads + AHEAD):
@@ -226,15 +221,14 @@ class RunningSums:
 
 def gram_pass(items: Sequence[Item], tasks: Sequence[str], engine: Engine = Engine()) -> GramSums:
     """G [T, T] of the inputs of all items, float64; `tasks` are their names, for messages."""
-    mine, sums = [item for item in items if item.numel], RunningSums(tasks)
-    if not mine:
+    items, sums = [item for item in items if item.numel], RunningSums(tasks)
+    if not items:
         raise UserError(NO_TENSOR)
-    mine = mine[ranks.part_of(mine)]
 
     def work(piece: Piece, reader: Reader) -> Found | None:
         return sums.of(piece.item, *reader.task_vectors(piece))
 
-    for piece, found in run(mine, work, engine, "Gram matrix"):
+    for piece, found in run(ranks.share_of(items), work, engine, "Gram matrix"):
         sums.add(piece, found)
     return sums.total()
 
@@ -246,16 +240,14 @@ def count_pass(
     sums: RunningSums | None = None,
 ) -> Histogram:
     """The magnitudes of the bases B = T @ encoder in all items; `sums` of the same pass."""
-    weights, local = encoder.T.to(engine.device, torch.float32), threading.local()
-    count = len(weights)
-    tables = [Histogram(count)]
+    weights, count = encoder.T.to(engine.device, torch.float32), encoder.shape[1]
+    total, tables = Histogram(count), dict[Reader, Histogram]()  # of each thread
 
     def work(piece: Piece, reader: Reader) -> Found | None:
         base, tau = reader.task_vectors(piece)
-        if not hasattr(local, "table"):
-            local.table = Histogram(count, engine.device)
-            tables.append(local.table)
-        local.table.add(weights @ tau)
+        if reader not in tables:
+            tables[reader] = Histogram(count, engine.device)
+        tables[reader].add(weights @ tau)
         return sums.of(piece.item, base, tau) if sums else None
 
     threads = max(1, TABLES // (8 * BINS * count))  # 9 MB a basis
@@ -264,9 +256,9 @@ def count_pass(
     for piece, found in run(items, work, engine, title, extra, threads=threads):
         if sums is not None:
             sums.add(piece, found)
-    for table in tables[1:]:
-        tables[0].counts += table.counts.cpu()
-    return tables[0]
+    for table in tables.values():
+        total.counts += table.counts.cpu()
+    return total
 
 
 def combine_pass(
@@ -289,12 +281,20 @@ def combine_pass(
     """
     extra = max((step.rows for step in steps.values()), default=1)
     on_device = functools.cache(lambda step: step.on(engine.device))
-    items = [item if item.name in steps else alone_of(item) for item in items]
+    # Only the base is read of an item that stays the base's.
+    plain = [
+        item if item.name in steps else replace(item, base=item.parts[0], inputs=())
+        for item in items
+    ]
 
     def work(piece: Piece, reader: Reader) -> Found | None:
         item, found = piece.item, None
         if (step := steps.get(item.name)) is None:
-            values = _cast_base(item, reader.stored(item.parts[0], piece))[None]
+            stored = piece.stored(item.parts[0])
+            values = stored.to(item.out)[None]
+            if values.dtype != stored.dtype and values.is_floating_point():
+                if (torch.isfinite(values) != torch.isfinite(stored.float())).any():
+                    check_output(item.name, values, item.out)  # a finite value overflows
         else:
             base, tau = reader.task_vectors(piece)
             found = sums.of(item, base, tau) if sums else None
@@ -308,23 +308,9 @@ def combine_pass(
         sink(item, piece.start, piece.stop, values.cpu())  # a held base may be on a GPU
         return found
 
-    for piece, found in run(items, work, engine, title, extra):
+    for piece, found in run(plain, work, engine, title, extra):
         if sums is not None:
             sums.add(piece, found)
-
-
-def alone_of(item: Item) -> Item:
-    """An item that stays the base's: nothing else is read."""
-    return Item(item.name, item.shape, item.parts[0], (), item.out, load=item.load)
-
-
-def _cast_base(item: Item, stored: Tensor) -> Tensor:
-    """A piece of the base in the output's dtype. Raise UserError if a finite value overflows."""
-    cast = stored.to(item.out)
-    if cast is not stored and cast.is_floating_point():
-        if not (torch.isfinite(cast) | torch.isinf(stored.float())).all():
-            check_output(item.name, cast, item.out)
-    return cast
 
 
 def _not_finite(item: Item, sums: RunningSums | None) -> str:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate, pairwise
@@ -26,18 +24,16 @@ if TYPE_CHECKING:
     from tvb_mergekit.tensors.stream import Item
 
 Value = TypeVar("Value")
-PATIENCE = timedelta(days=1)  # for one that downloads or reads models; a dead one is seen at once
 
 
 def launched(name: str, otherwise: int) -> int:
-    """A launcher's number, such as RANK or LOCAL_WORLD_SIZE; without a launcher `otherwise`."""
+    """A launcher's number, such as RANK; without a launcher `otherwise`."""
     return int(os.environ.get(name) or otherwise)
 
 
 def one_only(what: str) -> None:
     """Raise UserError if a command that cannot share its work was started several times."""
-    size = launched("WORLD_SIZE", 1)
-    if size > 1:
+    if (size := launched("WORLD_SIZE", 1)) > 1:
         raise UserError(
             f"{what} runs in one process, and was started {size} times (WORLD_SIZE): start it "
             "without the launcher (`tvb build`, `tvb merge` work in several processes)"
@@ -46,10 +42,7 @@ def one_only(what: str) -> None:
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a command: by default one.
-
-    All call the same methods in the same order, which raise UserError if another process has ended.
-    """
+    """The processes of a command. All call the same methods in the same order."""
 
     rank: int = 0
     size: int = 1
@@ -59,6 +52,7 @@ class World:
         return self.rank == 0
 
     def _meet(self, collective: Callable[[Any], object]) -> None:
+        """Raise UserError if another process has ended."""
         if self.size == 1:
             return
         import torch.distributed
@@ -71,10 +65,8 @@ class World:
             ) from error
 
     def led(self, make: Callable[[], Value]) -> Value:
-        """The result of `make` in rank 0."""
-        made = [make() if self.leads else None]
-        self._meet(lambda dist: dist.broadcast_object_list(made, src=0))
-        return cast(Value, made[0])
+        """The result of `make`, which rank 0 alone calls, in all."""
+        return cast(Value, self.collect(make() if self.leads else None)[0])
 
     def first(self, act: Callable[[], Value]) -> Value:
         """The result of `act`, which rank 0 calls first: to download models, to refuse."""
@@ -108,8 +100,11 @@ class World:
             raise SystemExit(0)
 
 
-_current = ContextVar("tvb_mergekit_world", default=World())  # noqa: B039 (it is frozen)
-world = _current.get
+_worlds = [World()]  # the last is the present one
+
+
+def world() -> World:
+    return _worlds[-1]
 
 
 @contextmanager
@@ -121,30 +116,27 @@ def joined() -> Iterator[World]:
         return
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", timeout=PATIENCE, rank=made.rank, world_size=made.size)
+    # A dead process is seen at once, and a live one may download or read models.
+    day = timedelta(days=1)
+    dist.init_process_group("gloo", timeout=day, rank=made.rank, world_size=made.size)
     if not made.leads:
         logging.disable(logging.WARNING)
-    token = _current.set(made)
+    _worlds.append(made)
     try:
         yield made
     finally:
-        _current.reset(token)
+        _worlds.pop()
         dist.destroy_process_group()
 
 
-def part_of(items: Sequence[Item]) -> slice:
-    """The items that this process reads, balanced by bytes."""
-    found = world()
-    found.agree([[item.name, list(item.shape), item.nbytes] for item in items])
-    return even_runs([item.nbytes for item in items], found.size)[found.rank]
-
-
-def even_runs(sizes: Sequence[int], count: int) -> list[slice]:
-    """Cut a list into `count` runs, some perhaps empty.
+def share_of(items: Sequence[Item]) -> list[Item]:
+    """The items that this process reads: a run of them, perhaps empty, balanced by bytes.
 
     The middle of an item decides its run, so that no run exceeds its part by more than one item.
     """
-    middles = (2 * end - size for size, end in zip(sizes, accumulate(sizes), strict=True))
-    owners = [middle * count // (2 * sum(sizes) or 1) for middle in middles]
-    starts = [bisect_left(owners, rank) for rank in range(1, count)]
-    return [slice(*ends) for ends in pairwise([0, *starts, len(sizes)])]
+    found = world()
+    found.agree([[item.name, list(item.shape), item.nbytes] for item in items])
+    ends = [0, *accumulate(item.nbytes for item in items)]
+    owners = [sum(pair) * found.size // (2 * ends[-1] or 1) for pair in pairwise(ends)]
+    last = found.size - 1  # also of empty tensors at the end
+    return [i for i, rank in zip(items, owners, strict=True) if min(rank, last) == found.rank]

@@ -52,6 +52,7 @@ class Weights:
     shards: tuple[str, ...]
     base: Weights | None = None  # set by users of vectors that are decoded next to their base
     under: Weights | None = None  # the model that an adapter changes
+    files: Sequence[Weights] = ()  # whose tensors it is made of, its own first
     model_type: str | None = None  # as transformers calls it, if it is known
 
     def tensor(self, name: str) -> Tensor:
@@ -79,6 +80,8 @@ class Weights:
 
     def check_unchanged(self) -> None:
         """Raise UserError if a file was changed after it was opened."""
+        for each in self.files:
+            each.check_unchanged()
 
     def share(self, name: str) -> float:
         """The share of a tensor's elements that are stored, if the rest reads as zeros.
@@ -101,6 +104,8 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
+        if self.files:
+            return self.files[0].nbytes
         return sum(self.tensors[name].nbytes for name in self.in_file)
 
     @property
@@ -136,9 +141,6 @@ class StateDict(Weights):
         self.state = {n: t.detach() for n, t in state.items() if isinstance(t, Tensor)}
         self.tensors = infos_of(self.state.items())
         self._flat = {name: tensor.reshape(-1) for name, tensor in self.state.items()}
-
-    def tensor(self, name: str) -> Tensor:
-        return self.state[self.canonical(name)].cpu()
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
         return self._flat[self.canonical(name)][start:stop].cpu()
@@ -259,7 +261,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Engine:
-    """Where passes compute, and what is called at the start of each."""
+    """The device of passes, and a function that is called at the start of each."""
 
     device: torch.device = CPU
     progress: Progress = silent

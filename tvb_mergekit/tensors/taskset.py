@@ -77,19 +77,15 @@ class TaskSet:
         """The narrowest dtype of a store that holds every dtype of the models."""
         found = {part.dtype for item in self.items for part in item.inputs}
         if len(self.adapters) == len(self.sources):  # their updates are float32
-            found = set().union(*(adapter.dtypes for adapter in self.adapters))
+            found = {info.dtype for each in self.adapters for info in each.file.tensors.values()}
         widest = functools.reduce(torch.promote_types, found or {torch.float32})
         return widest if widest in (torch.bfloat16, torch.float16) else torch.float32
 
     @functools.cached_property
-    def prints(self) -> list[str]:
-        """The fingerprints, the base's first."""
-        return [weights.fingerprint() for weights in (self.base, *self.sources)]
-
-    @property
     def fingerprints(self) -> dict[str, str]:
         """Model -> fingerprint. A state dict may have the name of its task."""
-        return dict(zip((self.base_model, *self.models), self.prints, strict=True))
+        prints = [weights.fingerprint() for weights in (self.base, *self.sources)]
+        return dict(zip((self.base_model, *self.models), prints, strict=True))
 
 
 def why_left_out(
@@ -188,11 +184,8 @@ def _notes(
         lost.update(missing)
         reasons = (("missing in the model", missing), ("not in the base", extra))
         found = ", ".join(f"{len(n)} {reason} ({listed(n)})" for reason, n in reasons if n)
-        who = f"the model of task `{task}`"
-        notes += [f"{who}: left out of its task vector: {found}"] if found else []
-        if missing and len(missing) == len(wanted):
-            said = f"{who} shares no floating-point tensor with the base"
-            raise UserError(f"{said}: {found}; {ALIKE}")
+        who = f"the model of task `{task}`: left out of its task vector"
+        notes += [f"{who}: {found}"] if found else []
     whole, part = (sum(base.tensors[name].numel for name in names) for names in (wanted, lost))
     check_most(part, whole, "; ".join(notes))
     return notes

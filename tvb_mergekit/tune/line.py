@@ -81,7 +81,6 @@ class TunedRecipe:
                 writer = FolderWriter(work / name, plan_shards(items, sys.maxsize), {})
                 alone = items is directions
                 merge_items(basis, items, into(writer), plan.engine, alone=alone)
-                writer.finish()
             return (-1.0 if self.key == "alpha" else basis.scale), moving
 
 
