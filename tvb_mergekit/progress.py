@@ -15,61 +15,39 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from tvb_mergekit.errors import counted, megabytes
 
 LOG = logging.getLogger(__name__)
-Update = Callable[[int], object]  # called with the bytes of each piece, or another unit's number
+Update = Callable[..., object]  # called with the bytes of each piece, or another unit's number
 # (title of a pass, total, unit="B"): the total is in bytes unless the unit says otherwise
 Progress = Callable[..., Update]
 EVERY = 10.0  # seconds between two lines
 LINE = "{desc}: {percentage:.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
 
-class Bar(tqdm.tqdm):  # type: ignore[type-arg]
-    """tqdm's bar on a terminal; in logs a line every ten seconds and at the end."""
-
-    def __init__(self, **options: Any) -> None:
-        self.lines, self.told = not sys.stderr.isatty(), time.monotonic()
-        if self.lines:
-            options |= {"bar_format": LINE, "mininterval": 0, "miniters": 1}
-        # tqdm sets them after the first drawing, and needs them to close a bar
-        self.start_t = self.last_print_t = time.time()
-        super().__init__(**options)
-
-    def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        if not self.lines:
-            super().display(msg, pos)
-        elif time.monotonic() - self.told >= EVERY:
-            self.told = time.monotonic()
-            print(self, file=sys.stderr, flush=True)
-
-    def clear(self, nolock: bool = False) -> None:
-        if not self.lines:
-            super().clear(nolock)
-
-    def close(self) -> None:
-        if self.lines and not self.disable:
-            if self.total is not None and self.n >= self.total:
-                print(self, file=sys.stderr, flush=True)
-            self.disable = True  # or tqdm writes an empty line
-        super().close()
-
-
 def bars(quiet: bool) -> Progress:
-    """A bar for each pass, and a line at INFO with its speed at the end.
+    """A bar for each pass, in logs a line every ten seconds and at the end; and its speed at INFO.
 
     An update accepts a note, which is printed after the bar.
     """
 
     def start(title: str, total: int, unit: str = "B") -> Update:
-        bar = Bar(total=total, desc=title, unit=unit, unit_scale=unit == "B", disable=quiet)
-        done, started = 0, time.perf_counter()
+        logs = not sys.stderr.isatty()
+        how: dict[str, Any] = {"unit": unit, "unit_scale": unit == "B"}
+        bar = tqdm.tqdm(total=total, desc=title, disable=quiet or logs, **how)
+        done, started = 0, time.monotonic()
+        told = started
 
         def update(nbytes: int, note: str = "") -> None:
-            nonlocal done
+            nonlocal done, told
             bar.set_postfix_str(note, refresh=False)
             bar.update(nbytes)
             done += nbytes
+            now = time.monotonic()
+            if logs and not quiet and (done >= total or now - told >= EVERY):
+                told, shown = now, how | {"prefix": title, "postfix": note, "bar_format": LINE}
+                line = tqdm.tqdm.format_meter(done, total, now - started, **shown)
+                print(line, file=sys.stderr, flush=True)
             if done >= total:
                 bar.close()
-                seconds = max(time.perf_counter() - started, 1e-9)
+                seconds = max(now - started, 1e-9)
                 amount = megabytes(total) if unit == "B" else counted(total, unit)
                 speed = f", {total / seconds / 1e9:.2f} GB/s" if unit == "B" else ""
                 LOG.info("%s: %s in %.2f s%s", title, amount, seconds, speed)

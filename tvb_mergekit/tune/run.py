@@ -18,7 +18,7 @@ import yaml
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.plugin.inputs import Options
-from tvb_mergekit.progress import Bar
+from tvb_mergekit.progress import bars
 from tvb_mergekit.tune import search
 from tvb_mergekit.tune.line import MovingModel, TunedRecipe, read_tuned
 from tvb_mergekit.tune.search import Estimate
@@ -80,19 +80,16 @@ def tune(
     step = min((b - a for a, b in pairwise(points)), default=1.0) / 2
     most = search.BRENT if brent else len(points)
     out.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(prefix=".work-", dir=out) as work,
-        Bar(desc="Tune", total=most, unit="point", disable=quiet) as bar,
-    ):
+    done = bars(quiet)("Tune", most, "point")  # Brent's search may end sooner
+    with tempfile.TemporaryDirectory(prefix=".work-", dir=out) as work:
         model = MovingModel(recipe, Path(work), partial(load_model, evaluation))
 
         def mean(point: float, control: bool = False) -> float:
             if point not in tuned.points:
-                bar.set_postfix_str(f"{recipe.key} {point:g}")
                 lm = model.at(point)
                 tuned.points[point] = score(lm, tuned.tasks, evaluation.chat_template)
                 tuned.write(out)
-                bar.update()
+                done(1, f"{recipe.key} {point:g}")
             return tuned.mean(point, control).value * (-1 if True in lower else 1)
 
         if negation:
@@ -102,7 +99,6 @@ def tune(
             tuned.best = search.brent(points[0], points[-1], step, mean)
         else:
             tuned.best, _ = search.grid(points, mean)
-        bar.total = bar.n  # Brent's search may end sooner
     tuned.write(out)
     return tuned
 
