@@ -48,10 +48,10 @@ OF_FUNCTION = re.compile(
 # Types of models that store weights as [inputs, outputs], and not as [outputs, inputs]: all of a
 # Conv1D, or stacked experts
 _CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
-_IN_OUT = "gpt_oss openai_privacy_filter llama4 llama4_text aria aria_text qwen3_vl_moe".split()
+IN_OUT = "gpt_oss openai_privacy_filter llama4 llama4_text aria aria_text qwen3_vl_moe".split()
 TRANSPOSED = {
     **dict.fromkeys(_CONV1D, r"\bc_(attn|proj|fc)\.|\bq_attn\."),
-    **dict.fromkeys(_IN_OUT, r"experts\.(gate_up|down)_proj$"),
+    **dict.fromkeys(IN_OUT, r"experts\.(gate_up|down)_proj$"),
 }
 
 
@@ -74,11 +74,6 @@ def looked_at(matrices: Sequence[str]) -> list[list[str]]:
     stack = max(depths, key=depths.__getitem__, default="")
     near = [n for n, m in places.items() if m[2] == stack and 2 * int(m[3]) < depths[stack]]
     return [[name for name in near if _VALUES.search(name)], near, [*matrices]]
-
-
-def has_experts_in_out(model_type: str | None) -> bool:
-    """Whether stacked experts are stored as [experts, inputs, outputs]."""
-    return model_type in _IN_OUT
 
 
 def renamed(

@@ -100,7 +100,7 @@ def _subcommand(name: Any, text: str, options: list[cli.Body]) -> None:
     for each in reversed((*EVERY, *options)):
         run = each(run)
     shared = ("base", "device", *cli.MODELS, "quiet")
-    cli.command(*shared, group=learn, name=name, writes="out", several=True)(run)
+    learn.add_command(cli.command(*shared, name=name, writes="out", several=True)(run))
 
 
 for name, (text, options) in METHODS.items():

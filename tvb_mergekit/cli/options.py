@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tvb_mergekit import hub
 from tvb_mergekit.errors import UserError, hint, refusing, unwinding
 from tvb_mergekit.progress import bars, logging_above_bars, phase
 from tvb_mergekit.store import STORE
@@ -79,9 +80,6 @@ POSITIVE, SHARE = Range(0, min_open=True), Range(0, 1, min_open=True)
 COUNT, SEED = click.IntRange(1), click.IntRange(0, 2**32 - 1)
 flag = functools.partial(click.option, is_flag=True)
 repeatable = functools.partial(click.option, multiple=True)
-dtype = functools.partial(
-    click.option, "--dtype", type=click.Choice(["float32", "bfloat16", "float16"])
-)
 place = functools.partial(click.option, type=PLACE, metavar="PATH")
 folder = functools.partial(place, metavar="DIR")
 OPTIONS = {
@@ -101,14 +99,13 @@ def choice(name: str, words: str, **more: Any) -> Callable[[Body], Body]:
     return click.option(name, type=click.Choice(words.split()), **more)
 
 
+dtype = functools.partial(choice, "--dtype", "float32 bfloat16 float16")
+
+
 def command(
-    *shared: str,
-    group: click.Group | None = None,
-    name: str | None = None,
-    writes: str = "",
-    several: bool = False,
+    *shared: str, name: str | None = None, writes: str = "", several: bool = False
 ) -> Callable[[Body], click.Command]:
-    """Make a command of `group` with these OPTIONS after its own.
+    """Make a command with these OPTIONS after its own.
 
     A mistake of the user in it becomes one line and exit code 1.
 
@@ -137,8 +134,6 @@ def command(
         made = click.command(name, short_help=first)(run)
         for option in (*shared, "verbose"):
             OPTIONS[option](made)
-        if group is not None:
-            group.add_command(made)
         return made
 
     return decorate
@@ -198,14 +193,15 @@ def read_recipe(recipe: str) -> Document:
 
 
 def open_base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | None]:
-    """The base of a store: its name, its weights and its folder."""
-    import_mergekit()
-    from tvb_mergekit.plugin.inputs import open_base
+    """The base of a store: its name, its weights and its folder (None for a weight file)."""
+    from tvb_mergekit.tensors.checkpoint import Checkpoint
 
     name = given or store.base_name
-    weights, folder = open_base(name)
+    if not os.path.exists(found := hub.local(name)):
+        raise UserError(f"base {name}: no such folder (from {os.getcwd()}); name it with --base")
+    weights = Checkpoint.open(found)
     store.check_base(weights, name)
-    return name, weights, folder
+    return name, weights, Path(found) if os.path.isdir(found) else None
 
 
 def document_of(recipe: str, method: str | None, base: str | None) -> Document:
@@ -222,6 +218,7 @@ def document_of(recipe: str, method: str | None, base: str | None) -> Document:
     if method not in known:
         near = hint(method, known) if method else ""
         raise UserError(f"{recipe} is a store: --method is one of {', '.join(known)}{near}")
-    from tvb_mergekit.plugin.document import from_mapping  # `open_base_of` has checked mergekit
+    import_mergekit()
+    from tvb_mergekit.plugin.document import from_mapping
 
     return from_mapping(known[method])

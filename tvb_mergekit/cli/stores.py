@@ -288,11 +288,10 @@ def export(store: str, out: str, base: str | None, task: str | None, **values: A
     from tvb_mergekit.store.export import export as write
     from tvb_mergekit.store.store import load
 
-    every = values["every"]
+    every, kind = values["every"], cli.dtype_of(values["dtype"])
     if (task is None) != every:
         raise UserError("give one of --task NAME and --all")
-    engine, bases, more = cli.engine_of(values), load(store), logging.warning
+    engine, bases = cli.engine_of(values), load(store)
     tasks, (_, weights, folder) = [task] if task else bases.tasks, cli.open_base_of(bases, base)
-    how = {"every": every, "dtype": cli.dtype_of(values["dtype"]), "warn": more}
-    write(bases, weights, folder, tasks, out, engine, **how)
+    write(bases, weights, folder, tasks, out, engine, every=every, dtype=kind, warn=logging.warning)
     click.echo(f"Written to {out}")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tvb_mergekit.core.gram import AT_ONCE, Factors, damage
 from tvb_mergekit.errors import UserError, one_line
-from tvb_mergekit.names import TRANSPOSED, has_experts_in_out, tied_uses
+from tvb_mergekit.names import IN_OUT, TRANSPOSED, tied_uses
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.stream import Weights
 from tvb_mergekit.tensors.ties import tie
@@ -290,7 +290,7 @@ class Adapter(Weights):
             # PEFT's lora_A is "(e r) i" and lora_B is "o (r e)".
             right = down.reshape(experts, rank, -1)
             left = scale * up.reshape(len(up), rank, experts).permute(2, 0, 1)
-            if has_experts_in_out(self.under.model_type):
+            if self.under.model_type in IN_OUT:
                 left, right = right.mT, left.mT
             halves = zip(left.contiguous(), right.contiguous(), strict=True)
             self.factors[name] = tuple(Factors(*both) for both in halves)
