@@ -89,7 +89,7 @@ def _starts(job: Job, rows: dict[str, str], scale: float) -> dict[str, Tensor]:
         start = 0.1 / scale if job.request.nonnegative else 0.0
         return {row: torch.full_like(sizes, start) for row in rows.values()}
     lambdas: dict[str, list[float]] = {row: [] for row in rows.values()}
-    for item in job.plan.items():  # a row gets the mean lambda of its tensors
+    for item in job.plan.tensors.items:  # a row gets the mean lambda of its tensors
         if item.tunables is not None:
             lambdas[rows[str(item.counted_as)]].append(item.tunables.lambda_)
     return {row: job.plan.basis.scale * sum(own) / len(own) * sizes for row, own in lambdas.items()}
@@ -228,7 +228,7 @@ def wemoe(job: Job) -> LearnedMerge:
         raise UserError(f"{said}, and the merge moves none of them; choose another method")
     stacked = bases.stacked({name: parameters[name] for name in mlps})
     held = {name: parameter.detach() for name, parameter in parameters.items()}
-    items = [item for item in plan.items() if item.name in held]
+    items = [item for item in plan.tensors.items if item.name in held]
     live = [replace(item, out=torch.float32) for item in items]
     merge_items(plan.basis, live, LiveSink(held), plan.engine)
     moved = {name: each.view(-1, *held[name].shape) for name, each in stacked.items()}

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -37,8 +35,7 @@ USED = {
     "merge_methods.base": "MergeMethodSpec ParameterSpec.validate MergeMethod._execute "
     "MergeMethod.validate_inputs",
     "architecture": "json_definitions._load_architecture_json",
-    "merge": "_model_out_config _update_config_vocab _set_chat_template _copy_tokenizer "
-    "_get_donor_model",
+    "merge": "_model_out_config _update_config_vocab _set_chat_template _copy_tokenizer",
     "plan": "MergePlanner._plan MergePlanner.plan_tensor MergePlanner.plan_layer "
     "MergePlanner._tensors MergePlanner._tokenizer_task MergePlanner._model_arch",
     "merge_methods.task_adapter": "ExecuteMergeMethodTask.gather_tensors "
@@ -113,18 +110,6 @@ def missing(place: str) -> str | None:
     except (ImportError, AttributeError):
         pass
     return f"has no `mergekit.{place.replace(':', '.')}`"
-
-
-@contextmanager
-def replaced(place: str, value: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace a name by `value(original)` within the context."""
-    owner, attribute = owner_of(place)
-    original = getattr(owner, attribute)
-    setattr(owner, attribute, value(original))
-    try:
-        yield
-    finally:
-        setattr(owner, attribute, original)
 
 
 def owner_of(place: str) -> tuple[Any, str]:

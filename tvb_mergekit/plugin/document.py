@@ -8,10 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
-from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.tokenizer.config import TokenizerConfig
-from pydantic import BaseModel
 
 from tvb_mergekit.core.settings import ALL_KEYS, METHODS, MODEL_KEYS, VARYING_KEYS, unknown_key
 from tvb_mergekit.errors import UserError, refusing
@@ -28,64 +26,45 @@ def check_documents(file: RecipeFile, several: bool) -> None:
         several: mergekit-multi, which names documents. The recipe of a single one is read later.
     """
     ranks.one_only("mergekit-multi" if several else "mergekit-yaml")
-    documents, path = file.documents(), file.path
-    if len(documents) - documents.count(None) > 1 and not several:
-        raise UserError(f"{path}: several recipes, expected one; mergekit-multi runs several")
-    for document in documents:
-        if not isinstance(document, dict):
-            kind = type(document).__name__
-            raise UserError(f"{path}: a {kind}, expected a mapping with `merge_method`")
-        if document.get("merge_method") in METHODS:
+    for document in file.documents() if several else [file.single()]:
+        if isinstance(document, dict) and document.get("merge_method") in METHODS:
             plain = {key: value for key, value in document.items() if key != "name" or not several}
-            check_unknown_keys(plain)
-            config = MergeConfiguration.model_validate(plain)
+            config = read_strictly(plain)
             if several:
                 document_of(config)
 
 
-def check_unknown_keys(
-    given: object, schema: type[BaseModel] = MergeConfiguration, where: str = "the recipe"
-) -> None:
-    """Refuse keys anywhere in a recipe that mergekit would silently drop.
+def read_strictly(document: Mapping[str, Any]) -> MergeConfiguration:
+    """A document as mergekit reads it. Raise UserError for keys that mergekit drops."""
+    config = MergeConfiguration.model_validate(document)
+    check_unknown_keys(document, config.model_dump())
+    return config
+
+
+def check_unknown_keys(given: object, kept: object, place: str = "") -> None:
+    """Refuse keys anywhere in a recipe that mergekit has silently dropped.
 
     Args:
-        given: the YAML document as plain objects.
-        schema: the pydantic class that mergekit reads it into.
+        given: a part of the YAML document as plain objects.
+        kept: the same part, as mergekit has read it.
     """
-    if not isinstance(given, Mapping):
+    if isinstance(given, list) and isinstance(kept, list | tuple):
+        for index, pair in enumerate(zip(given, kept, strict=False)):
+            check_unknown_keys(*pair, f"{place}[{index}]")
+    if not (isinstance(given, Mapping) and isinstance(kept, Mapping)):
         return
+    where = f"`{place}`" if place else "the recipe"
     for key, value in given.items():
-        if key not in schema.model_fields:
-            if key in ALL_KEYS or key in TokenizerConfig.model_fields:
-                place = "the recipe's `parameters`" if key in ALL_KEYS else "`tokenizer`"
-                place = "the `parameters` of a model" if key in MODEL_KEYS else place
-                raise UserError(f"`{key}` under {where} is ignored: put it in {place}")
-            raise unknown_key(str(key), tuple(schema.model_fields), where)
-        inner = _model_class(schema.model_fields[key].annotation)
-        if inner is None or inner is ModelReference:
-            continue
-        if isinstance(value, list):
-            for index, item in enumerate(value):
-                check_unknown_keys(item, inner, f"`{key}`[{index}]")
-        elif isinstance(value, Mapping) and key in ("modules", "tokens"):
-            for name, item in value.items():
-                check_unknown_keys(item, inner, f"`{key}.{name}`")
-        elif isinstance(value, Mapping) and key == "parameters":
-            for name, setting in value.items():
-                if name in MergeConfiguration.model_fields:
-                    raise UserError(f"`{name}` under `parameters` belongs at the recipe's top")
-                for entry in setting if isinstance(setting, list) else [setting]:  # a filter's
-                    check_unknown_keys(entry, inner, f"`{name}`")
+        if place.endswith("parameters") and key in MergeConfiguration.model_fields:
+            raise UserError(f"`{key}` under {where} belongs at the recipe's top")
+        if key in kept:
+            check_unknown_keys(value, kept[key], f"{place}.{key}" if place else key)
+        elif key in ALL_KEYS or key in TokenizerConfig.model_fields:
+            fit = "the recipe's `parameters`" if key in ALL_KEYS else "`tokenizer`"
+            fit = "the `parameters` of a model" if key in MODEL_KEYS else fit
+            raise UserError(f"`{key}` under {where} is ignored: put it in {fit}")
         else:
-            check_unknown_keys(value, inner, f"`{key}`")
-
-
-def _model_class(annotation: Any) -> type[BaseModel] | None:
-    """The first pydantic class inside an annotation such as Optional[List[X]]."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    found = map(_model_class, getattr(annotation, "__args__", ()))
-    return next(filter(None, found), None)
+            raise unknown_key(str(key), tuple(kept), where)
 
 
 @dataclass
@@ -97,11 +76,6 @@ class Document:
     text: str  # for the output folder
     given: MergeConfiguration  # with stores as they are listed
     varying: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def dtype(self) -> str | None:
-        dtype: str | None = self.config.out_dtype or self.config.dtype
-        return dtype
 
     def whole_tasks(self) -> None:
         """Use the task vectors themselves, unless the recipe has a key of bases."""
@@ -124,9 +98,8 @@ def read_document(path: str | os.PathLike[str]) -> Document:
 def from_mapping(document: Mapping[str, Any], text: str | None = None) -> Document:
     """A recipe given as plain objects, and as text if there is one; see `read_document`."""
     with refusing(planning=True):
-        check_unknown_keys(document)
         document = with_paths(document)
-        config = MergeConfiguration.model_validate(document)
+        config = read_strictly(document)
         parameters = document.get("parameters") or {}
         varying = {key: parameters[key] for key in VARYING_KEYS if key in parameters}
         text = text or yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True)

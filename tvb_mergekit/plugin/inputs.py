@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from mergekit.options import MergeOptions
 
-from tvb_mergekit import hub
 from tvb_mergekit.core.gram import NO_TENSOR
 from tvb_mergekit.core.settings import VARYING_KEYS
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.planner import plan_only
-from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN, Checkpoint
+from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN
 from tvb_mergekit.tensors.taskset import TaskSet
 
 LOG = logging.getLogger(__name__)
@@ -59,13 +56,6 @@ def inputs_of_merge(document: Document, options: Options) -> TaskSet:
         LOG.warning("not for `tvb build`: %s", error)
     tasks.varying = document.varying
     return tasks
-
-
-def open_base(text: str) -> tuple[Checkpoint, Path | None]:
-    """A base model by its path or Hub name, and its folder (None for a weight file)."""
-    if not os.path.exists(found := hub.local(text)):
-        raise UserError(f"base {text}: no such folder (from {os.getcwd()}); name it with --base")
-    return Checkpoint.open(found), Path(found) if os.path.isdir(found) else None
 
 
 def check_for_store(document: Document, what: str = "a store") -> None:

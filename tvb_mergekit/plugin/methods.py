@@ -15,15 +15,8 @@ from mergekit.merge_methods.base import (
     ParameterSpec,
 )
 
-from tvb_mergekit.core.settings import (
-    GLOBAL_KEYS,
-    METHODS,
-    VARYING_KEYS,
-    check_value,
-)
+from tvb_mergekit.core.settings import GLOBAL_KEYS, METHODS, VARYING_KEYS, check_value
 from tvb_mergekit.errors import MergeRefused
-
-PAPER_URL = "https://openreview.net/forum?id=zkc7u3mIaE"
 
 
 class Parameter(ParameterSpec):
@@ -40,17 +33,18 @@ class BasisMethod(MergeMethod):
         # A global key that is not given has no value: `resolve_settings` applies its default.
         # `plugin.recipe` reads the keys of models: mergekit would compare every two models for
         # each tensor.
-        rows = [(key, ParameterScope.SHARED, None) for key in GLOBAL_KEYS.values()]
-        rows += [(k, ParameterScope.SHARED, k.default_for(name)) for k in VARYING_KEYS.values()]
-        rows = [row for row in rows if name in row[0].methods]
+        rows = [(key, None) for key in GLOBAL_KEYS.values()]
+        rows += [(key, key.default_for(name)) for key in VARYING_KEYS.values()]
         self.spec = MergeMethodSpec(
             name=name,
             parameters=tuple(
-                Parameter(key.name, Any, scope, default, key.help) for key, scope, default in rows
+                Parameter(key.name, Any, ParameterScope.SHARED, default, key.help)
+                for key, default in rows
+                if name in key.methods
             ),
             contract=InputContract(base=BasePolicy.REQUIRED, min_inputs=2, min_non_base=1),
             pretty_name=METHODS[name].title,
-            reference_url=PAPER_URL,
+            reference_url="https://openreview.net/forum?id=zkc7u3mIaE",
             optional_tensor_policy=OptionalTensorPolicy.BASE_OR_SKIP,
         )
 

@@ -19,13 +19,13 @@ from tvb_mergekit.core.gram import check_copied
 from tvb_mergekit.core.settings import VARYING_KEYS
 from tvb_mergekit.errors import UserError, listed, refusing
 from tvb_mergekit.plugin.recipe import Recipe
-from tvb_mergekit.plugin.sources import Candidate, Source
+from tvb_mergekit.plugin.sources import Candidate
 from tvb_mergekit.store import report
 from tvb_mergekit.store.facts import Facts
 from tvb_mergekit.tensors import merging, ranks
 from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint
 from tvb_mergekit.tensors.merging import check_matrices
-from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink
+from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, Weights
 from tvb_mergekit.tensors.taskset import (
     EXCLUDED,
     UNCHANGED,
@@ -55,7 +55,7 @@ class MergedTensors:
     """
 
     recipe: Recipe
-    checkpoints: Mapping[ModelReference, Source]
+    checkpoints: Mapping[ModelReference, Weights]
     out_dtype: str | None
     saved_dtype: str | None = None
     items: Sequence[Item] = ()
@@ -107,13 +107,11 @@ class MergedTensors:
             held = self.checkpoints[model].tensors
             extra = {n: held[n].shape for n in lacking if n in held and held[n].stored}
             check_renamed({i.name: i.shape for i in floating if i.name in reasons}, extra, task)
-        which = f"{len(reasons)} {listed(sorted(set(reasons.values())))} ({listed([*reasons])})"
-        check_most(part, whole, which)
-        for why in sorted(set(reasons.values())):
-            names = [name for name, own in reasons.items() if own == why]
-            LOG.warning(
-                "not in %s, so the base's: %s", why.removeprefix("missing in "), listed(names)
-            )
+        kinds = sorted(set(reasons.values()))
+        check_most(part, whole, f"{len(reasons)} {listed(kinds)} ({listed([*reasons])})")
+        for why in kinds:
+            names = listed([name for name, own in reasons.items() if own == why])
+            LOG.warning("not in %s, so the base's: %s", why.removeprefix("missing in "), names)
 
     def _item(self, given: Candidate) -> Item:
         recipe, name, whole = self.recipe, given.weight.name, given.load
@@ -195,10 +193,8 @@ class MergedTensors:
         if None in place:
             place = (item.name, *place)
         other = self._first.setdefault(place, item)
-        if other is not item:
-            assert other.base is not None
-            if place[0] is not None and names[0] is not None and other.base.name is not None:
-                self.same_as[names[0]] = other.base.name
+        if other is not item:  # so the base has both
+            self.same_as[str(names[0])] = str(other.parts[0].name)
             reason = f"the same tensor as {other.name}: merged with it, counted once"
             self.left_out[item.name] = reason
         return other.name
@@ -237,10 +233,6 @@ class Plan:
         assert self.built is not None
         return self.built
 
-    def items(self) -> list[Item]:
-        """The tensors of the merged model, in the order of the base's files."""
-        return [*self.tensors.items]
-
     @property
     def output_bytes(self) -> int:
         return sum(item.written for item in self.tensors.items)
@@ -250,7 +242,7 @@ class Plan:
         """The task vectors, with the tensors that count."""
         recipe, tensors, bases = self.recipe, self.tensors, self.recipe.bases
         sources = [tensors.checkpoints[model] for model in recipe.models]
-        counted = [item for item in self.items() if item.counted_as == item.name]
+        counted = [item for item in self.tensors.items if item.counted_as == item.name]
         exclude, left_out = recipe.settings.exclude, tensors.left_out
         if exclude and EXCLUDED not in left_out.values():
             LOG.warning("`exclude: %s` matches no tensor of this merge", exclude)
@@ -276,7 +268,7 @@ class Plan:
         """
         settings, store, world = self.recipe.settings, self.recipe.store, ranks.world()
         check_matrices(settings, self.tasks.items)
-        left = [item for item in self.items() if item.counted_as is None]
+        left = [item for item in self.tensors.items if item.counted_as is None]
         excluding = [settings, *([] if store is None else [store.settings])]
         for item in map(Item.loaded, left[world.rank :: world.size]):
             assert item.base is not None

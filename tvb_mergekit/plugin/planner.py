@@ -32,7 +32,7 @@ from tvb_mergekit.names import LAYER, tied_uses
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import MergedTensors, Plan
 from tvb_mergekit.plugin.recipe import Recipe, identity_of
-from tvb_mergekit.plugin.sources import candidate, fresh_loaders, give_loaders, stored_names
+from tvb_mergekit.plugin.sources import candidate, give_loaders, stored_names
 from tvb_mergekit.progress import bars, phase
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
@@ -61,8 +61,11 @@ def planned(
 
     Raise UserError or MergeRefused for a reason that stops the merge before its first pass.
     """
-    with fresh_loaders():
+    LoaderCache.loaders.clear()  # what earlier merges of this process opened
+    try:
         yield _plan(document, options, zeros)
+    finally:
+        LoaderCache.loaders.clear()
 
 
 def plan_only(document: Document, options: MergeOptions, zeros: Collection[str] = ()) -> Plan:
@@ -82,8 +85,8 @@ def _plan(document: Document, options: MergeOptions, zeros: Collection[str]) -> 
     task = planner._tokenizer_task
     # mergekit orders new tokens by a set, whose order differs between processes.
     tokenizer = None if task is None else world.led(lambda: _tokenizer(task, recipe))
-    dtypes = document.dtype, document.config.out_dtype
-    tensors = MergedTensors(recipe, held, *dtypes, zeros=zeros)
+    saved, dtype = document.config.out_dtype, document.config.dtype
+    tensors = MergedTensors(recipe, held, saved or dtype, saved, zeros=zeros)
     made = (candidate(held, w, task, tokenizer, options) for w, task in planner._tensors)
     tensors.fill(made, planner.extra)
     for weights in held.values():

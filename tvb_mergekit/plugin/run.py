@@ -11,17 +11,16 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import transformers
+from mergekit import card
 from mergekit import merge as stock
-from mergekit.card import generate_card
+from mergekit.common import ModelPath, ModelReference
 from mergekit.options import MergeOptions
 from rich.console import Console
 
 from tvb_mergekit.errors import one_line, refusing, unwinding
-from tvb_mergekit.plugin import replaced
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.planner import planned
@@ -88,14 +87,12 @@ def write_model(plan: Plan, document: Document, folder: Path, started: float) ->
     Args:
         started: when the work began, by `time.perf_counter`.
     """
-
-    def local(original: Callable[[str], bool]) -> Callable[[str], bool]:
-        return lambda path: not os.path.exists(path) and original(path)
-
-    # mergekit asks the Hub whether a folder is a repository, which fails offline.
-    with replaced("card:is_hf", local):
-        write_tensors(plan, folder)
-        _write_companions(plan, document, folder)
+    items, world = plan.tensors.items, ranks.world()
+    limit = max(plan.options.out_shard_size or 0, 0) or sys.maxsize
+    files = FolderWriter(folder, plan_shards(items, limit), {"format": "pt"})
+    plan.merge_into(into(files), ranks.share_of(items))
+    world.dismiss()  # only the leader goes on
+    _write_companions(plan, document, folder)
     seconds = plan.basis.seconds
     seconds["merge"] = time.perf_counter() - started - sum(seconds.values())
     facts, tensors = plan.report()
@@ -103,15 +100,6 @@ def write_model(plan: Plan, document: Document, folder: Path, started: float) ->
     if plan.learned is not None:
         plan.learned.write(folder)
     return facts
-
-
-def write_tensors(plan: Plan, folder: Path) -> None:
-    """Merge all tensors into the weight files of `folder`. Only the leader returns."""
-    items, world = plan.items(), ranks.world()
-    limit = max(plan.options.out_shard_size or 0, 0) or sys.maxsize
-    files = FolderWriter(folder, plan_shards(items, limit), {"format": "pt"})
-    plan.merge_into(into(files), ranks.share_of(items))
-    world.dismiss()
 
 
 def _write_companions(plan: Plan, document: Document, folder: Path) -> None:
@@ -126,17 +114,16 @@ def _write_companions(plan: Plan, document: Document, folder: Path) -> None:
     plan.config.save_pretrained(folder)
     say_untied(folder)
     if options.write_model_card:
-        card = generate_card(config=document.given, config_yaml=document.text, name=folder.name)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        (folder / "README.md").write_text(_card(document, folder.name), encoding="utf-8")
         (folder / "mergekit_config.yml").write_text(document.text, encoding="utf-8")
     if tokenizer is not None:
         stock._set_chat_template(tokenizer, config)
         tokenizer.save_pretrained(folder)
     elif options.copy_tokenizer:
-        donor = config.base_model, str(plan.base.folder)  # mergekit would ask the Hub for it
+        donor = ModelReference(model=ModelPath(path=str(plan.base.folder)))  # not from the Hub
+        given = config.model_copy(update={"base_model": donor})
         try:
-            with replaced("merge:_get_donor_model", lambda _original: lambda *_, **__: donor):
-                stock._copy_tokenizer(config, str(folder), options=options)
+            stock._copy_tokenizer(given, str(folder), options=options)
         except Exception as error:  # a tokenizer's own code may raise any
             told = "the tokenizer could not be copied; the merge is complete: %s"
             LOG.error(told, one_line(error))
@@ -161,3 +148,14 @@ def say(plan: Plan, facts: Facts, out: str) -> None:
             show(lines, Console(soft_wrap=True, highlight=False))
         except Exception as error:  # a closed pipe, a terminal without the characters
             LOG.warning("the merge is complete, but its summary cannot be printed: %s", error)
+
+
+def _card(document: Document, name: str) -> str:
+    """mergekit's model card. It would ask the Hub whether a folder is one's name there."""
+    asked = card.is_hf
+    card.is_hf = lambda path: not os.path.exists(path) and asked(path)
+    try:
+        text: str = card.generate_card(document.given, document.text, name)
+    finally:
+        card.is_hf = asked
+    return text

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from mergekit.architecture.conversion import (
 )
 from mergekit.common import ModelReference
 from mergekit.graph import Executor, TaskUniverse
-from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex, ShardInfo
+from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex
 from mergekit.io.tasks import GatherTensors, LoaderCache, LoadTensor
 from mergekit.options import MergeOptions
 from mergekit.tokenizer import PermutedVocabulary
@@ -34,8 +33,6 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.names import EXPERT, LAYER
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.stream import Part, Weights
-
-Source = Weights  # a Checkpoint, an Adapter, or a vector of a store
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Candidate:
 
 
 def candidate(
-    checkpoints: Mapping[ModelReference, Source],
+    checkpoints: Mapping[ModelReference, Weights],
     weight: WeightInfo,
     task: Any,
     tokenizer: Any,
@@ -84,13 +81,11 @@ def candidate(
         names = [info.name, *(info.aliases or ()), *(info.tied_names or ())]
         name = next((n for n in names if n in weights.tensors), None)
         adapter = weights if isinstance(weights, Adapter) else None
-        if name is not None and not (adapter and adapter.loose):
-            parts[model] = Part.of(weights, name)
-            loads.append(partial(weights.tensor, name))
-            continue
+        stored = name is not None and not (adapter and adapter.loose)
+        trust = options.trust_remote_code
+        kind = None if stored else model.config(trust_remote_code=trust).model_type
         load = LoadTensor(model=model, tensor=info.name, aliases=info.aliases).execute
-        kind = model.config(trust_remote_code=options.trust_remote_code).model_type
-        if adapter and (made := _made_of_changes(adapter, kind, names)):
+        if adapter and not stored and (made := _made_of_changes(adapter, kind, names)):
             parts[model], load = made
             converted = True
         elif name is not None:
@@ -111,7 +106,7 @@ def candidate(
     return Candidate(weight, values, parts, load_whole)
 
 
-def stored_names(weights: Source, kind: str | None, planned: Iterable[WeightInfo]) -> set[str]:
+def stored_names(weights: Weights, kind: str | None, planned: Iterable[WeightInfo]) -> set[str]:
     """The stored tensors of a model that mergekit's planned tensors are, or are made of."""
     names, layers = set[str](), defaultdict[str | None, set[tuple[str, tuple[int, ...]]]](set)
     for name, info in weights.tensors.items():
@@ -205,7 +200,7 @@ def _made(
 def _changed(
     name: str,
     inputs: Any,
-    checkpoints: Mapping[ModelReference, Source],
+    checkpoints: Mapping[ModelReference, Weights],
     tokenizer: Any,
     options: MergeOptions,
     base_alone: bool,
@@ -242,12 +237,10 @@ def _stored_dtypes(inputs: Any) -> Any:
 class MappedLoader(LazyTensorLoader):
     """mergekit's loader interface over a model: all shards open, nothing read ahead."""
 
-    def __init__(self, checkpoint: Source) -> None:
+    def __init__(self, checkpoint: Weights) -> None:
         self.checkpoint = checkpoint
         paths = {name: info.shard for name, info in checkpoint.tensors.items()}
-        shards = [ShardInfo(s, [n for n in paths if paths[n] == s]) for s in checkpoint.shards]
-        safe = checkpoint.shards[0].endswith(".safetensors")
-        index = ShardedTensorIndex(str(checkpoint.folder), safe, paths, shards)
+        index = ShardedTensorIndex(str(checkpoint.folder), True, paths, shards=[])
         super().__init__(index, lazy_unpickle=False)
 
     def get_tensor(
@@ -265,16 +258,6 @@ class MappedLoader(LazyTensorLoader):
         return None
 
 
-def give_loaders(held: Mapping[ModelReference, Source]) -> None:
+def give_loaders(held: Mapping[ModelReference, Weights]) -> None:
     """Let mergekit find our loaders in place of its own, which would fuse adapters."""
     LoaderCache.loaders |= {model: MappedLoader(weights) for model, weights in held.items()}
-
-
-@contextmanager
-def fresh_loaders() -> Iterator[None]:
-    """Forget, before and after a merge, what earlier merges of this process opened."""
-    LoaderCache.loaders.clear()
-    try:
-        yield
-    finally:
-        LoaderCache.loaders.clear()

@@ -26,7 +26,9 @@ def expand(config: MergeConfiguration) -> tuple[MergeConfiguration, Bases | None
     Raise UserError for models beside vectors, two stores, or a name that the store lacks.
     """
     base = config.base_model
-    if base is not None and store_of(base):
+    if base is None:  # which `read_recipe` refuses
+        return config, None
+    if store_of(base):
         raise UserError(f"`base_model` is {base}, a store: name the base that it was built from")
     models = sorted((m for m in config.referenced_models() if m != base), key=str)
     found = {model: store_of(model) for model in models}
@@ -71,7 +73,7 @@ def _vectors(entry: Any, config: MergeConfiguration, bases: Bases) -> list[Any]:
     parameters: Mapping[str, Any] = entry.model_dump().get("parameters") or {}
     if not name and "task" in parameters:
         raise UserError(f"`task` of {entry.model}: a store names its tasks itself; leave it out")
-    base, made = _local(config.base_model), []
+    base, made = hub.local(str(config.base_model)), []
     for each in [name] if name else [vectors[k].name for k in used(bases, config.merge_method)]:
         # One spelling for each vector, so that one which is listed twice is found.
         given = ModelPath(path=base, revision=f"{bases.place}/{each}")
@@ -83,11 +85,3 @@ def used(bases: Bases, method: str) -> list[int]:
     """The places of the vectors that a merge of all of a store needs."""
     means = method == "basis_negate"  # each reconstruction has the mean
     return [k for k, vector in enumerate(bases.facts.vectors) if means or not vector.mean]
-
-
-def _local(base: ModelReference | None) -> str:
-    """The folder of the base."""
-    if base is None:
-        raise UserError("`base_model` is missing: name the base that the store was built from")
-    path: str = base.model.path
-    return path if os.path.exists(path) else hub.local(str(base.model))

@@ -70,7 +70,7 @@ class TunedRecipe:
             check_disk(work, DISK * plan.output_bytes)
             basis = plan.build()
             moving, starts, directions = dict[str, Item](), list[Item](), list[Item]()
-            for item in plan.items():
+            for item in plan.tensors.items:
                 if item.tunables is not None:
                     moving[item.name] = item
                     # Negation starts from theta_0 + lambda * the sum of the bases.
