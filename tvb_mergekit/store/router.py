@@ -136,7 +136,7 @@ def token_of(*given: Any) -> int:
     return int(found[0] if isinstance(found, list) else found)
 
 
-class Update(NamedTuple):
+class LowRank(NamedTuple):
     """The updates left @ right of one layer by all tasks: left [out, K], right [K, in].
 
     `whose` [T, K] has a 1 where a direction is of a task.
@@ -149,13 +149,13 @@ class Update(NamedTuple):
 
 def updates_of(
     items: Sequence[Item], tasks: Sequence[int], layers: Mapping[str, Any]
-) -> dict[str, Update] | None:
+) -> dict[str, LowRank] | None:
     """Weight -> update, by the factors of these tasks; None unless they change no other tensor.
 
     Args:
         layers: the linear layers, by the names of their weights.
     """
-    found = dict[str, Update]()
+    found = dict[str, LowRank]()
     for item in (i for i in items if any(part.factors != () for part in i.inputs)):
         if not item.factored or item.name not in layers:
             return None
@@ -165,7 +165,7 @@ def updates_of(
             left, right = right.T, left.T
         ranks = torch.tensor([each.rank for each in own])
         whose = torch.eye(len(own)).repeat_interleave(ranks, 1)
-        found[item.name] = Update(*(each.to(weight.detach()) for each in (left, right, whose)))
+        found[item.name] = LowRank(*(each.to(weight.detach()) for each in (left, right, whose)))
     return found
 
 
@@ -186,7 +186,7 @@ class Router(Routing):
         self,
         gate: Gate,
         use: Callable[[str | None], object],
-        updates: Mapping[str, Update] | None,
+        updates: Mapping[str, LowRank] | None,
     ) -> None:
         super().__init__(gate.model)
         self.gate, self.use, self.updates = gate, use, updates
@@ -254,7 +254,7 @@ class Router(Routing):
         filler = token_of(kwargs.get("pad_token_id"), *ends)
         return tree_map(partial(joined, order, filler), *outputs, is_leaf=is_cache)
 
-    def _linear(self, update: Update, old: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def _linear(self, update: LowRank, old: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """W x + sum_m r_m left_m right_m x, r of the sequence."""
         y = old(x)
         if self._shares is None:
