@@ -25,7 +25,7 @@ LINE = "{desc}: {percentage:.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {r
 def bars(quiet: bool) -> Progress:
     """A bar for each pass, in logs a line every ten seconds and at the end; and its speed at INFO.
 
-    An update accepts a note, which is printed after the bar.
+    An update accepts a note, which is printed after the bar, and whether it is the last one.
     """
 
     def start(title: str, total: int, unit: str = "B") -> Update:
@@ -35,11 +35,13 @@ def bars(quiet: bool) -> Progress:
         done, started = 0, time.monotonic()
         told = started
 
-        def update(nbytes: int, note: str = "") -> None:
-            nonlocal done, told
+        def update(nbytes: int, note: str = "", last: bool = False) -> None:
+            nonlocal done, told, total
             bar.set_postfix_str(note, refresh=False)
             bar.update(nbytes)
             done += nbytes
+            if last:  # perhaps sooner than planned
+                bar.total = total = done
             now = time.monotonic()
             if logs and not quiet and (done >= total or now - told >= EVERY):
                 told, shown = now, how | {"prefix": title, "postfix": note, "bar_format": LINE}

@@ -80,7 +80,7 @@ def tune(
     step = min((b - a for a, b in pairwise(points)), default=1.0) / 2
     most = search.BRENT if brent else len(points)
     out.mkdir(parents=True, exist_ok=True)
-    done = bars(quiet)("Tune", most, "point")  # Brent's search may end sooner
+    done = bars(quiet)("Tune", most, "point")
     with tempfile.TemporaryDirectory(prefix=".work-", dir=out) as work:
         model = MovingModel(recipe, Path(work), partial(load_model, evaluation))
 
@@ -99,6 +99,8 @@ def tune(
             tuned.best = search.brent(points[0], points[-1], step, mean)
         else:
             tuned.best, _ = search.grid(points, mean)
+        if len(tuned.points) < most:  # Brent's search may end sooner
+            done(0, last=True)
     tuned.write(out)
     return tuned
 
