@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,12 @@ RECIPES = {
     "another encoding": Case(
         setup=lambda f: (f / "recipe.yml").write_bytes(b"merge_method: linear\n# \xe4\n"),
         wants=("recipe.yml: not a YAML", "utf-8"),
+    ),
+    "nested aliases": Case(
+        "a: &a [x,x,x,x,x,x,x,x,x,x]\n"
+        + "".join(f"{n}: &{n} [{','.join(9 * ['*' + o])}]\n" for o, n in pairwise("abcdefghij"))
+        + "merge_method: basis_ta\nparameters: {exclude: *j}\n",
+        ("recipe.yml: its aliases", "1,000,000 values"),
     ),
     "key twice": Case(
         "parameters: {lambda: 1}\n" + yaml.safe_dump(recipe()), ("`parameters`", "twice|second")

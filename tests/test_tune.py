@@ -312,7 +312,7 @@ def test_few_points_find_the_best_of_the_grid(top, rise, fall, power):
     score = mock.Mock(side_effect=curve)
     found = search.brent(0.0, 1.0, 0.025, score)
     asked = [each.args[0] for each in score.call_args_list]
-    assert len(asked) <= 12 and len(set(asked)) == len(asked)
+    assert len(asked) <= 15 and len(set(asked)) == len(asked)  # 9 on most curves
     assert abs(found - search.grid(GRID, curve)[0]) <= 0.05 + 1e-9
     assert curve(found) == max(map(curve, asked))
 

@@ -6,6 +6,7 @@ The stock commands read every recipe by this module, which imports no torch.
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import yaml
 from tvb_mergekit.errors import UserError, hint, one_line
 from tvb_mergekit.store import is_store
 
+MOST = 1_000_000  # values in a recipe: a few lines of nested aliases may stand for billions
 OURS = "basis_"  # with which the names of our methods begin, and no other method's
 
 
@@ -111,4 +113,17 @@ def parse(path: str) -> RecipeFile:
             documents.append(loader.get_data())
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: not a YAML recipe: {one_line(error)}") from error
+    if _count(documents, {}) > MOST:
+        raise UserError(f"{path}: its aliases (`*`) repeat each other to over {MOST:,} values")
     return RecipeFile(path, text, documents, loader.repeated and f"{path}{loader.repeated}")
+
+
+def _count(value: Any, known: dict[int, float]) -> float:
+    """The number of values in a part of a recipe, with those that each alias repeats."""
+    if not isinstance(value, list | dict):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = math.inf  # of a list that holds itself
+        parts = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_count(part, known) for part in parts)
+    return known[id(value)]
