@@ -22,7 +22,7 @@ import tqdm
 import yaml
 
 LOG = logging.getLogger(__name__)
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of what is written
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a full disk
 Described = TypeVar("Described", bound=pydantic.BaseModel)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tvb_mergekit.errors import UserError, one_line
 
-# Of a model, and of an export beside its weights.
+# Files of a model, and of an export beside its weights.
 FILES = "*.json tokenizer.model *.safetensors *.jinja *.txt *.model *.tiktoken *.py".split()
 ELSE = ["[!0-9]*/*", "consolidated*"]  # other copies of a model; `1_Pooling` is a part of it
 

@@ -23,7 +23,7 @@ OUTPUT_EMBEDDING = re.compile(
 )
 
 EXPERT = re.compile(r"\bexperts\.(\d+)\.")  # one of several, with its number
-# Of normalized weights and BERT's norms, which transformers loads by either name
+# Names of normalized weights and BERT's norms, which transformers loads by either name
 _OLD = {
     "weight_g": "parametrizations.weight.original0",
     "weight_v": "parametrizations.weight.original1",

@@ -59,7 +59,7 @@ METHODS: dict[str, tuple[str, list[cli.Body]]] = {
     ]),
     "regmean": ("Fit linear layers to the outputs of all models.", [
         *MIXTURE,
-        option("--off-diagonal", type=Range(0, 1), default=0.9, help="Of X^T X: its factor."),
+        option("--off-diagonal", type=Range(0, 1), default=0.9, help="Factor of X^T X."),
     ]),
     "localize": ("Keep a few entries of each basis, by a mask learned for its tasks.", [
         *MIXTURE, *STEPS,

@@ -26,7 +26,7 @@ def _compiles(pattern: str) -> str:
     return pattern
 
 
-# What a key allows, as pydantic checks it
+# The values that a key allows, as pydantic checks it
 Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -79,7 +79,7 @@ class Level(IntEnum):
 class Declared:
     """A function in a registry.
 
-    A basis is (Gram, M) -> `Encoding`. What is `known` of it does not depend on the Gram matrix.
+    A basis is (Gram, M) -> `Encoding`. Its `known` part does not depend on the Gram matrix.
     A merge method gives the direction or directions that coefficients scale. `merges` is its form:
     - "sums": (W_e [N, M]) -> coefficient -> the weights [N] of the vectors. Offered: the tasks, and
       `reconstruction` [N, T].

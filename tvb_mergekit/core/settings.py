@@ -25,7 +25,7 @@ from tvb_mergekit.names import is_linear
 BASES, METHODS = encoders.BASES, methods.METHODS
 MATRIX_METHODS = tuple(name for name, each in METHODS.items() if each.merges == "matrices")
 Weight = Annotated[float, Field(gt=0, le=1e6)] | Annotated[float, Field(lt=0, ge=-1e6)]
-# Of every method and every basis
+# Keys of every method and every basis
 SHARED = {
     "basis": Key("how the bases are built", Literal[tuple(BASES)], "ae"),
     "seed": Key("seed of everything random", Annotated[int, Field(ge=0, lt=2**64)], 0),

@@ -129,7 +129,7 @@ def _layer(name: str) -> str | None:
 def _made_of_changes(
     adapter: Adapter, kind: str | None, names: Sequence[str]
 ) -> tuple[Part, Callable[[], Tensor]] | None:
-    """A tensor of experts whose difference mergekit would make of others, and what makes it.
+    """A tensor of experts whose difference mergekit would make of others, and its maker.
 
     The adapter may name experts as X's files do or in the other layout: one by one, or stacked.
     None: X holds the tensor, and no expert of it has another name in the adapter.

@@ -156,7 +156,7 @@ def read_results(path: Path) -> dict[str, ResultFile]:
 
 
 def read_samples(cell: Cell, task: str) -> dict[int, Sample]:
-    """Return the samples of a score by item; none if there are no files, or it is not a mean."""
+    """Return the samples of a score by item: none without files, or if it is not a mean."""
     date = Path(cell.file).stem.rpartition("_")[2]
     path = Path(cell.file).with_name(f"samples_{task}_{date}.jsonl")
     name, _, kept = cell.settings["metric"].partition(",")

@@ -1,4 +1,4 @@
-"""Stores, and what tells a store from other folders. This module imports no torch."""
+"""Stores, and the signs of a store's folder. This module imports no torch."""
 
 import os
 

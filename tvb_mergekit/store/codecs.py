@@ -77,7 +77,7 @@ class Kept:
 
 
 class Adapters:
-    """The factors of a LoRA adapter, and what it trained completely, as PEFT stores them."""
+    """The factors of a LoRA adapter, and its complete tensors, as PEFT stores them."""
 
     def encode(
         self, files: Mapping[Path, Vector], inputs: TaskSet, matrix: Tensor, engine: Engine

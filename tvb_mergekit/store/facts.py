@@ -173,7 +173,7 @@ class StoreFacts(Facts):
 
 
 def write_facts(file: Path, facts: Facts) -> None:
-    """Write `basis.json` or `store.json`, with its checksum, in the place of an earlier one."""
+    """Write `basis.json` or `store.json`, with its checksum; an earlier one is replaced."""
     plain = facts.model_dump(mode="json")
     text = json.dumps({**plain, CHECKSUM: _checksum(plain)}, indent=2, allow_nan=False)
     write_file(file, f"{text}\n".encode())

@@ -150,7 +150,7 @@ class Adapter(Weights):
 
     @property
     def changed(self) -> set[str]:
-        """The tensors that it changes. Of two tied uses PEFT changes one."""
+        """The tensors that it changes. PEFT changes one of two tied uses."""
         return self.factors.keys() | self.dense.keys()
 
     @cached_property

@@ -241,7 +241,7 @@ def _read_index(index: Path) -> dict[str, list[str] | None]:
 
 
 def _open_safetensors(folder: Path, shard: str) -> tuple[dict[str, TensorInfo], Any]:
-    """The tensors of a file, and what maps them."""
+    """The tensors of a file, and the maps that hold them."""
     path = folder / shard
     try:
         mapped = safetensors.safe_open(path, framework="pt")  # compares header and file size

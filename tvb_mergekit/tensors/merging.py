@@ -293,7 +293,7 @@ def _by_inputs(
     """
     shape, turned = item.shape[-2:], settings.is_transposed(item.name)
     outputs, inputs = reversed(shape) if turned else shape
-    # Of the whole matrix: bases P B_m Q^T are merged as B_m, P and Q orthonormal
+    # The whole matrix counts: bases P B_m Q^T are merged as B_m, P and Q orthonormal
     whole = {"rank": min(shape), "spanned": min(inputs, len(bases) * outputs)}
     known = {"noise": noise, "shares": shares, **whole}
     with torch.no_grad():

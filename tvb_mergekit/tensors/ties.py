@@ -19,7 +19,7 @@ from tvb_mergekit.tensors.checkpoint import Checkpoint
 from tvb_mergekit.tensors.stream import Weights
 
 SAME = "the same tensor as"  # the beginning of a reason why a tensor is left out
-# Of encoder and decoder, beside `shared`
+# Embeddings of encoder and decoder, beside `shared`
 COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
