@@ -626,8 +626,10 @@ def test_models_and_files_that_do_not_fit(case, tmp_path):
         library.attach(loaded(case.base), merged.folder)
     folder = shutil.copytree(merged.folder, tmp_path / "other")
     place, held = folder / "basis" / "learned" / "routers.safetensors", held_in(merged.folder)
-    save_file(held, place)
-    with pytest.raises(UserError, match="damaged; copy it again"):
-        library.attach(loaded(folder), folder)
+    later = {"tvb_learned": '{"version": 2, "method": "wemoe"}'}
+    for told, said in ((None, "damaged; copy it again"), (later, "by another tvb-mergekit")):
+        save_file(held, place, told)
+        with pytest.raises(UserError, match=said):
+            library.attach(loaded(folder), folder)
     words = [case.recipe("no-mlp", basis="none", exclude="mlp"), "wemoe", *case.words, "--quiet"]
     assert "merge moves none of them" in refused("learn", *words, "--out", tmp_path / "no")

@@ -257,8 +257,10 @@ def routers_in(folder: str | os.PathLike[str]) -> Path | None:
 
 def routed_model(model: nn.Module, file: Path) -> Routed:
     """A model with the routers and bases in a file of `tvb learn wemoe`."""
-    if LEARNED not in metadata_of(file):
-        raise UserError(f"{file}: damaged; copy it again, or repeat `tvb learn`")
+    told = metadata_of(file).get(LEARNED, "")
+    if '"version": 1,' not in told:
+        why = "written by another tvb-mergekit" if told else "damaged; copy it again"
+        raise UserError(f"{file}: {why}, or repeat `tvb learn`")
     held, own = load_file(file), dict(model.named_parameters())
     states = defaultdict[str, dict[str, Tensor]](dict)  # of the router of each MLP
     for name in [name for name in held if ".router." in name]:
