@@ -284,7 +284,15 @@ OF_OUTPUT = {
         out="shut/out",
         ok=True,
         fault=unprivileged,
-        setup=lambda f: [(f / "shut/out").mkdir(parents=True), (f / "shut").chmod(0o555)],
+        setup=lambda f: [
+            (f / "shut/out/lost+found").mkdir(parents=True),
+            (f / "shut").chmod(0o555),
+        ],
+    ),
+    "a log begins in it": Case(
+        ok=True,
+        fault=partial(on_change, ".", partial(shutil.copytree, "logs", "out"), 3),
+        setup=lambda f: rewrite(f / "logs/log.txt", b"mine"),
     ),
     "two runs": Case(  # another merge finishes first
         fault=partial(on_change, ".", partial(shutil.copytree, "a", "out"), 3),

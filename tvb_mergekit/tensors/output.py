@@ -35,7 +35,7 @@ Shards = Mapping[str, Sequence[Item]]  # file -> its tensors in order
 
 
 def check_output_folder(out: str | os.PathLike[str]) -> None:
-    """Refuse an output folder that holds anything except hidden files, such as those of git.
+    """Refuse an output folder that holds anything except hidden files, or what a new disk holds.
 
     Loaders would mix old shards with new ones, and a user's files would be lost.
     """
@@ -44,11 +44,15 @@ def check_output_folder(out: str | os.PathLike[str]) -> None:
     if not place.is_dir() or not os.access(place, os.W_OK):
         why = "not writable" if place.is_dir() else "a file"
         raise UserError(f"the output {out}: {place} is {why}; name another folder")
-    if os.path.isdir(out) and (found := sorted(n for n in os.listdir(out) if n[0] != ".")):
+    if os.path.isdir(out) and (found := _visible(out)):
         raise UserError(
             f"the output folder {out} already holds {listed(found, 4)}; delete what it holds, or "
             "name another folder"
         )
+
+
+def _visible(out: str | os.PathLike[str]) -> list[str]:
+    return sorted(name for name in os.listdir(out) if name[0] != "." and name != "lost+found")
 
 
 def check_disk(out: str | os.PathLike[str], nbytes: int) -> None:
@@ -85,11 +89,14 @@ def staged(out: str | os.PathLike[str]) -> Iterator[Path]:
             (outer / target.name).mkdir()
         folder = ranks.world().led(lambda: Path(str(outer), target.name))
         yield folder
-        check_output_folder(target)
         if not target.exists():
             os.rename(folder, target)
         else:  # config.json last: a loader finds all or nothing
-            for file in sorted(folder.iterdir(), key=lambda f: (f.name == "config.json", f.name)):
+            files = sorted(folder.iterdir(), key=lambda f: (f.name == "config.json", f.name))
+            # A log that began there is no reason to lose hours of work, another merge is.
+            if held := [file.name for file in files if (target / file.name).exists()]:
+                raise UserError(f"{out} already holds {listed(held)} by now; name another folder")
+            for file in files:
                 shutil.move(str(file), str(target / file.name))
     finally:
         if outer:
