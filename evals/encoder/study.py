@@ -174,11 +174,10 @@ def measure(run: Encoder, cell: Cell) -> dict[str, Any]:
         tasks = forget(run, cell | more)["tasks"].values()
         return {key: fmean(each[key] for each in tasks) for key in FORGOTTEN.values()}
     vector = added(run, cell)
-    unit = norm(run.task_vector(TASKS[0])) / norm(vector)
-    lambdas = [unit * length for length in LENGTHS]
-    more = {"kind": "encoder", "lambdas": lambdas, "start": lambdas[2], "items": VALIDATED,
-            "tested": TESTED}  # fmt: skip
-    return searched(run, cell | more, vector)
+    scale = norm(run.task_vector(TASKS[0])) / norm(vector)
+    items = VALIDATED * (1 if cell["how"] in PAPER else 3)
+    more = {"kind": "encoder", "lambdas": [scale * by for by in LENGTHS], "start": scale}
+    return searched(run, cell | more | {"items": items, "tested": TESTED}, vector)
 
 
 def added(run: Encoder, cell: Cell) -> Weights:

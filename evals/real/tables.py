@@ -251,7 +251,7 @@ def stores(study: Study) -> str:
                "each task alone": Column(alone), "addition": Column(merged("ta")),
                "WUDI, t = 30": Column(merged("wudi_30"))}  # fmt: skip
     ways = {"lossless": "lossless"}
-    ways |= {f"keep_{s}": f"a sample of {100 * s:g} %" for s in (0.5, 0.25, 0.1, 0.05, 0.02)}
+    ways |= {f"keep_{s}": f"a sample of {100 * s:g} %" for s in (0.25, 0.1, 0.05)}
     ways["bases"] = "`balanced`, M = T/2, bfloat16"
     rows = [((TITLES[models], title), study.find(models, kind="kept", how=how))
             for models in MODELS for how, title in ways.items()]  # fmt: skip

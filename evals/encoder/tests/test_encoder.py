@@ -23,8 +23,7 @@ def test_a_seed_is_trained_and_measured_once(tmp_path, monkeypatch):
     BertModel(BertConfig(vocab_size=8, num_hidden_layers=1, **sizes)).save_pretrained("given")
     BertTokenizer({w: i for i, w in enumerate("[PAD] [UNK] [CLS] [SEP] [MASK] a b".split())}
                   ).save_pretrained("given")  # fmt: skip
-    marks = "".join(f"<!-- {name} -->\n<!-- end -->\n" for name in ("merges", *study.TABLES))
-    Path("page.md").write_text(marks)
+    Path("page.md").write_text("".join(f"<!-- {t} -->\n<!-- end -->\n" for t in study.TABLES))
     every = study.plan()
     some = [*every[:3], *(cell for cell in every if cell["basis"] in ("pca", "ae"))]
     given = {"TESTED": 10, "CELLS": Path("cells.jsonl"), "PAGE": Path("page.md"),
@@ -44,3 +43,11 @@ def test_a_seed_is_trained_and_measured_once(tmp_path, monkeypatch):
         ours = study.direction(run, run.built({"basis": "none"}), how)
         torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
         assert any(each.any() for each in ours.values())
+
+
+def test_the_page_has_the_tables_of_the_cells(tmp_path, monkeypatch):
+    page, given = tmp_path / "page.md", study.PAGE.read_bytes()
+    page.write_bytes(given)
+    monkeypatch.setattr(study, "PAGE", page)
+    assert CliRunner().invoke(study.main, []).exit_code == 0
+    assert page.read_bytes() == given
