@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 from real.cells import Record, unpacked
 from real.learned import WAYS
-from real.merges import MERGES, THEIRS
+from real.merges import MERGES
 from real.online import ONLINE
 from real.plan import MODELS
 from real.theory import bounds
@@ -198,8 +198,6 @@ def merges(study: Study) -> str:
         sums = study.find(models, kind="merge", how="ta", basis="none")
         lengths |= {(models, r["seed"]): r["result"]["length"] for r in sums}
         ways = [("merge", how, merge.title) for how, merge in MERGES.items()]
-        if models == "full":
-            ways += [("theirs", how, f"mergekit's `{how}`") for how in THEIRS]
         for kind, how, title in ways:
             found = study.find(models, kind=kind, how=how, num_bases=len(tasks))
             rows.append(((TITLES[models], title), found))

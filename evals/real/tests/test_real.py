@@ -103,7 +103,7 @@ def test_the_study_measures_each_kind_of_cell_once(world, monkeypatch):
     records = cells.read(kept)
     assert len(records) == len(missing) and {r["cell"]["kind"] for r in records} == {*plan.KINDS}
     text = page.read_text()
-    titles = "others summed; mergekit's `ties`; rand_proj, M = 2; WEMoE on; Fisher; a sample of 5 %"
+    titles = "others summed; rand_proj, M = 2; WEMoE on; Fisher; a sample of 5 %"
     for title in (*titles.split("; "), "lambda_(M+1)", "random buffer"):
         assert title in text, title
     (lossless,) = [r["result"] for r in records if r["cell"].get("how") == "lossless"]
