@@ -168,7 +168,7 @@ def test_what_is_refused_or_ends_routing(stored: Any, monkeypatch: Any, capfd: A
         ("of prompts that were not", lambda: model(torch.tensor([[1]]), past_key_values=before)),
         ("share no cache", lambda: model(**batch, past_key_values=DynamicCache())),
         ("no common loss", lambda: model(**batch, labels=batch["input_ids"])),
-        ("no task 'mth'", lambda: live.route(["mth"])),
+        ("no task 'mth'", lambda: live.route("mth")),
     ):
         live.route(threshold=0.5)
         with pytest.raises(UserError, match=said):

@@ -33,6 +33,7 @@ from tvb_mergekit.store.build import (
 )
 from tvb_mergekit.store.change import changing
 from tvb_mergekit.store.facts import StoreFacts, Vector
+from tvb_mergekit.store.files import check_files
 from tvb_mergekit.store.recipes import times
 from tvb_mergekit.store.report import errors_of, losses_of, versions
 from tvb_mergekit.store.store import DENSE, Bases, dtype_name, load, load_numbers
@@ -266,6 +267,12 @@ def remove(path: str | os.PathLike[str], task: str) -> Bases:
             raise UserError(f"{path}: {task!r} is its only task; delete the folder instead")
         index, count = bases.index(task), len(facts.tasks) - 1
         rest = [k for k in range(count + 1) if k != index]
+        try:
+            check_files(change.store, facts.vectors[index].held)
+        except UserError:
+            pass  # the remedy, also where several tasks are damaged
+        else:  # `undo` could not bring a sound task back, and the next change would delete it
+            check_files(change.store, [file for v in facts.vectors for file in v.held])
         tasks, models = [facts.tasks[k] for k in rest], [facts.models[k] for k in rest]
         tensors = {name: tensor[rest][:, rest] for name, tensor in bases.tensors.items()}
         named, weights = {"base", *tasks}, facts.parameters["weights"]

@@ -98,7 +98,7 @@ class Live:
         return self._change({})
 
     def route(
-        self, tasks: Sequence[str] = (), threshold: float = THRESHOLD, explain: bool = False
+        self, tasks: str | Sequence[str] = (), threshold: float = THRESHOLD, explain: bool = False
     ) -> nn.Module:
         """The model, which chooses a task for each prompt that it or `generate` is called with.
 
@@ -113,7 +113,7 @@ class Live:
             explain: print the scores. `live.router` has the last ones as `scores`, and `chosen`.
         """
         self.reset()
-        names = [*(tasks or self.tasks)]
+        names = [tasks] if isinstance(tasks, str) else [*(tasks or self.tasks)]
         if self.router is None or self.router.gate.tasks != names:
             self.router = self._router(names)
         self.router.threshold, self.router.explain = threshold, explain
