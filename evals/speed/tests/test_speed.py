@@ -1,5 +1,6 @@
 """The benchmarks of evals/speed run on tiny models and write what they promise."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -25,3 +26,17 @@ def test_a_whole_comparison(tmp_path: Path) -> None:
     assert all(float(row[1]) > float(row[2]) and float(row[3]) > 50 for row in rows)
     assert "million parameters a second" in done.stdout
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["models-2x2MB-seed0-v2"]
+
+
+@pytest.mark.slow
+def test_every_row_of_a_device(tmp_path: Path) -> None:
+    """On the CPU, where the second round counts."""
+    command = [sys.executable, Path(models.__file__).with_name("device.py"), "--work", tmp_path]
+    options = "--device cpu --tasks 2 --megabytes 2 --rounds 1 --minutes 15".split()
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    made = json.loads((tmp_path / "device.json").read_text())
+    assert len(made["seconds"]) == 12 and all(runs for runs in made["seconds"].values())
+    assert made["stages"]["G, relative difference from the CPU"] == 0
+    assert all(value > 0 for value in made["live"].values())
+    assert all(f"| {title} |" in done.stdout for title in made["seconds"])
