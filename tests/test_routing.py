@@ -1,5 +1,6 @@
 """Stores that find the task of a prompt: scores, chosen weights, files of gates."""
 
+import math
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -169,6 +170,7 @@ def test_what_is_refused_or_ends_routing(stored: Any, monkeypatch: Any, capfd: A
         ("share no cache", lambda: model(**batch, past_key_values=DynamicCache())),
         ("no common loss", lambda: model(**batch, labels=batch["input_ids"])),
         ("no task 'mth'", lambda: live.route("mth")),
+        ("expected a finite number", lambda: live.route(threshold=math.nan)),
     ):
         live.route(threshold=0.5)
         with pytest.raises(UserError, match=said):

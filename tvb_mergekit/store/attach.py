@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -112,6 +113,8 @@ class Live:
                 texts of no task; else the base answers.
             explain: print the scores. `live.router` has the last ones as `scores`, and `chosen`.
         """
+        if not isinstance(threshold, int | float) or not -math.inf < threshold < math.inf:
+            raise UserError(f"`threshold` is {threshold!r}: expected a finite number")
         self.reset()
         names = [tasks] if isinstance(tasks, str) else [*(tasks or self.tasks)]
         if self.router is None or self.router.gate.tasks != names:

@@ -110,7 +110,7 @@ def changing(path: str | os.PathLike[str], new: bool = False) -> Iterator[Change
         if not lock.is_locked:
             LOG.warning("another process writes to %s: waiting for it", path)
         with lock:
-            if not is_store(store) and [*store.iterdir()] != [store / LOCK]:
+            if not is_store(store) and any(each.name[0] != "." for each in store.iterdir()):
                 said = (
                     "a part of a store, whose build was killed: delete it, or name another folder"
                 )
