@@ -61,6 +61,9 @@ def test_install_and_uninstall(make_venv, wheel):
     assert Path(hook_file) == venv.site / "tvb_mergekit_hook.py"
     assert methods.split() == sorted(hook.METHODS.replace(" and", ",").split(", "))
     assert re.fullmatch("Error: .*`lamda`.*\n", result.stderr), result.stderr
+    (venv.folder / "recipe.yml").write_text(MISSPELT.replace("parameters: {lamda: 1}", "dtipe: a"))
+    result = venv.run("-m", "mergekit.scripts.run_yaml", "recipe.yml", "merged", check=False)
+    assert re.search("^Error: .*`dtipe`.*\n$", result.stderr, re.M), result.stderr
     venv.pip("uninstall", "-y", "tvb-mergekit")
     assert venv.files() == before
 

@@ -5,7 +5,7 @@ importer has taken names from it. The wrappers import the rest of this package w
 recipe or a caller asks for one of our methods. Until then mergekit starts as fast as without us.
 
 mergekit promises none of its names. `ready` looks for each of them before the first merge. A
-version of mergekit with the same names works, tested or not. `test_autoload` holds the parameters.
+version of mergekit with the same names works, tested or not.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import yaml
+
 from tvb_mergekit.errors import UserError, check_names, refusing, unwinding
 from tvb_mergekit.plugin import ready
 from tvb_mergekit.plugin.text import OURS, parse, store_of
@@ -46,6 +48,8 @@ def run_merge(original: Callable[..., None]) -> Callable[..., None]:
 
             with refusing(planning=True):
                 text = config_source or merge_config.to_yaml()
+                # `python -m mergekit.scripts.run_yaml` has not been through `callback`
+                document.check_unknown_keys(yaml.safe_load(text), merge_config.model_dump())
                 read = document.document_of(merge_config, text)
             run.merge(read, out_path, options)
             return
