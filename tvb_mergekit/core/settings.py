@@ -6,6 +6,7 @@ one line that names the key, the value found and the values expected.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import reprlib
@@ -129,13 +130,18 @@ def unknown_key(key: str, known: Collection[str], where: str) -> UserError:
     return UserError(f"unknown key {word}: Known keys: {', '.join(known)}")
 
 
+@functools.cache  # mergekit checks every value for each tensor
+def _adapter(key: str) -> TypeAdapter[Any]:
+    return TypeAdapter(ALL_KEYS[key].kind)
+
+
 def check_value(key: str, value: object) -> Any:
     """The value of a known key in its type. Numbers may be text, as YAML's `1e-3`."""
     wrong = f"`{key}` is {shown(value)}"
     if isinstance(value, bool | np.bool_):
         raise UserError(f"{wrong}; quote a name (YAML reads yes, no, on, off as true or false)")
     try:
-        return TypeAdapter(ALL_KEYS[key].kind).validate_python(value)
+        return _adapter(key).validate_python(value)
     except ValidationError as error:
         messages = [each["msg"].removeprefix("Value error, ") for each in error.errors()]
         raise UserError(f"{wrong}: {' or '.join(messages)}") from error
