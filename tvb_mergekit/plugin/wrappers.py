@@ -5,6 +5,7 @@ Each gets the original, which recipes without our methods reach untouched.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -75,6 +76,7 @@ def callback(original: Callable[..., Any]) -> Callable[..., Any]:
         with refusing(planning=True):
             recipe = parse(path)
             if ours := recipe.uses_our_methods() and ready():
+                gc.set_threshold(50_000)  # else the libraries' million objects are searched again
                 check_names(kwargs.get("out_path") or path)
                 from tvb_mergekit.plugin.document import check_documents
 
