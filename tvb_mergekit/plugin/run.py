@@ -13,12 +13,12 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import transformers
 from mergekit import card
 from mergekit import merge as stock
 from mergekit.common import ModelPath, ModelReference
 from mergekit.options import MergeOptions
-from rich.console import Console
 
 from tvb_mergekit.errors import one_line, refusing, unwinding
 from tvb_mergekit.plugin.document import Document
@@ -27,7 +27,6 @@ from tvb_mergekit.plugin.planner import planned
 from tvb_mergekit.progress import logging_above_bars
 from tvb_mergekit.store import report
 from tvb_mergekit.store.facts import Facts
-from tvb_mergekit.tables import show
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import weight_files
 from tvb_mergekit.tensors.output import (
@@ -144,9 +143,10 @@ def say(plan: Plan, facts: Facts, out: str) -> None:
     """Print the summary of a complete merge."""
     if not plan.options.quiet:
         try:
-            lines = report.summary(facts, os.path.realpath(out))
-            show(lines, Console(soft_wrap=True, highlight=False))
-        except Exception as error:  # a closed pipe, a terminal without the characters
+            text = "\n".join(report.summary(facts, os.path.realpath(out)))
+            encoding = sys.stdout.encoding or "utf-8"
+            click.echo(text.encode(encoding, "backslashreplace").decode(encoding))
+        except Exception as error:  # a closed pipe
             LOG.warning("the merge is complete, but its summary cannot be printed: %s", error)
 
 
