@@ -38,39 +38,6 @@ def five(world: World) -> tuple[State, dict[str, State]]:
     return dict(base), dict(zip(TASKS, map(dict, models), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("basis", "dtype"), [("pca", torch.bfloat16), ("balanced", torch.float32), ("none", None)]
-)
-def test_in_memory_equals_on_disk(basis, dtype, world, tmp_path):
-    base, models = five(world)
-    keys: dict[str, Any] = {"basis": basis, "exclude": "bias", "dtype": dtype}
-    keys |= {} if basis == "none" else {"num_bases": 2}
-    memory = tvb.build(base, models, **keys)
-    paths = {task: str(path) for task, path in world("five").models.items()}
-    made = [
-        tvb.build(base, models, tmp_path / "store", **keys),
-        tvb.load(tmp_path / "store"),
-        tvb.build(world("five").base, paths, **keys),
-        tvb.build(world("five").base, paths, tmp_path / "of-files", **keys),
-    ]
-    assert memory.facts.left_out == {
-        **dict.fromkeys(("ids", "steps"), "not floating point in the base (int64)"),
-        "bias": "excluded by the recipe",
-    }
-    for other in made:
-        assert set(other.tensors) == set(memory.tensors)
-        for name, tensor in memory.tensors.items():
-            torch.testing.assert_close(other.tensors[name], tensor, rtol=1e-12, atol=1e-15)
-        for mine, theirs in zip(memory.sources, other.sources, strict=True):
-            assert set(mine.tensors) == set(theirs.tensors)
-            for name in mine.tensors:
-                assert torch.equal(mine.tensor(name), theirs.tensor(name))
-        assert other.facts.errors == pytest.approx(memory.facts.errors, rel=1e-12)
-        for method in ("basis_ta", "basis_ties"):
-            one, two = (tvb.merge(bases, base, method) for bases in (other, memory))
-            assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
-
-
 def test_mistakes_are_user_errors(world: World, tmp_path: Path) -> None:
     base, models = five(world)
     bases = tvb.build(base, models, tmp_path / "store", basis="pca", num_bases=2)

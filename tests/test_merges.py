@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from mergekit import merge_methods
 from reference import Dense, expect, flat
 from tiny import TASKS, family, llama, load
 from torch import Tensor
-from worlds import ARCHITECTURES, EMBEDDING, FAMILIES, HEAD, THREE, Models, World, save, state_dicts
+from worlds import ARCHITECTURES, EMBEDDING, HEAD, THREE, Models, World, save, state_dicts
 
 import tvb_mergekit
 from tvb_mergekit.tensors import passes
@@ -133,6 +133,7 @@ CASES = {
     "adapters": Case("adapters", NEGATE, FORGOTTEN),
     # vocabularies
     "more tokens": Case("two more tokens", TIES, PCA, extra=TOKENIZER),
+    "more tokens of an encoder": Case("encoder of more tokens", TA, PCA, extra=SOURCE),
     "other order": Case("other order", TA, PCA, extra=SOURCE),
     "union": Case("tied", TA, PCA, extra={"tokenizer_source": "union"}),
     # recipes
@@ -189,6 +190,7 @@ def test_equals_the_dense_reference(
     keys = {**models.keys, **case.keys}
     if case.models == "gpt2" and case.method == WUDI:  # by its config.json
         keys["transposed"] = r"c_(attn|proj|fc)\."
+        assert facts["parameters"]["transposed"].startswith(r"\bc_")
     varying = {key: of_tensor} if key else None
     if models.vectors:  # as the files of the store hold them
         count = len(models.decoder)
@@ -244,6 +246,8 @@ def test_the_library_reads_files_and_leaves_states_alone(ending: str, tmp_path: 
     want = expect(dense, NEGATE, case.keys, {}, models.tasks).tensors
     for start, given in ((base, listed), (models.base, models.models)):
         bases = tvb_mergekit.build(start, given, weights=weights, **keys)
+        assert bases.facts.left_out["ids"] == "not floating point in the base (int64)"
+        assert bases.facts.left_out["kernel"] == "excluded by the recipe"
         merged = tvb_mergekit.merge(bases, start, NEGATE, **FORGET)
         assert_close(merged, want, base)
         assert all(merged[n].dtype == t.dtype for n, t in base.items())
@@ -316,43 +320,38 @@ def test_dtypes_of_files(world: World, tmp_path: Path) -> None:
 
 # Equal bits
 
-# threads, shards, the options of mergekit-yaml, or those of `tvb merge`, and files that are missing
+# Options of mergekit-yaml, or those of `tvb merge`, and files that are missing
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json"}
-WAYS: dict[str, tuple[int, str, str | None, set[str]]] = {
-    "tvb merge": (2, "5GB", None, set()),
-    "shards out": (1, "5GB", "--out-shard-size 300K", set()),
-    "no card": (1, "5GB", "--no-write-model-card --random-seed 5",
-        {"README.md", "mergekit_config.yml"}),
-    "mergekit's own options": (1, "5GB", "--lazy-unpickle --clone-tensors --async-write "
-        "--read-to-gpu --low-cpu-memory --no-safe-serialization", set()),
-    "no tokenizer": (1, "5GB", "--no-copy-tokenizer -v", TOKENIZER_FILES),
+WAYS: dict[str, tuple[str | None, set[str]]] = {
+    "tvb merge": (None, set()),
+    "shards out": ("--out-shard-size 300K", set()),
+    "no card": (
+        "--no-write-model-card --random-seed 5", {"README.md", "mergekit_config.yml"}),
+    "mergekit's own options": ("--lazy-unpickle --clone-tensors --async-write --read-to-gpu "
+        "--low-cpu-memory --no-safe-serialization", set()),
+    "no tokenizer": ("--no-copy-tokenizer -v", TOKENIZER_FILES),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def several_chunks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Result]:
-    """A recipe over tensors of several chunks, and its merge."""
+    """A recipe over tensors of several chunks, and its merge by one thread."""
     folder = tmp_path_factory.mktemp("wide")
-
-    def document(shards: str) -> Any:
-        make = lambda: llama(vocab_size=3000, hidden_size=96)  # noqa: E731
-        base, models = family(folder / shards, make, THREE, max_shard_size=shards)
-        return recipe("basis_ties", base, models, **BALANCED, merge_func="mean")
-
-    made = cache(document)
-    return made, merge(made("5GB"), folder / "out")
+    base, models = family(folder, partial(llama, vocab_size=3000, hidden_size=96), THREE)
+    document = recipe("basis_ties", base, models, **BALANCED, merge_func="mean")
+    return document, merge(document, folder / "out")
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_the_same_bits(name, several_chunks, tmp_path):
-    (threads, shards, words, gone), (document, plain) = WAYS[name], several_chunks
+    (words, gone), (document, plain) = WAYS[name], several_chunks
     found, before = Result(tmp_path / "out"), torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(2)
     try:
         if words is None:
-            tvb("merge", write(document(shards), found.folder), found.folder, "--quiet")
+            tvb("merge", write(document, found.folder), found.folder, "--quiet")
         else:
-            merge(document(shards), found.folder, *words.split())
+            merge(document, found.folder, *words.split())
     finally:
         torch.set_num_threads(before)
     assert_same(found, plain)
@@ -400,28 +399,20 @@ def test_mergekit_pytorch_and_tensors_in_memory(tmp_path: Path) -> None:
         merge_methods.merge_state_dicts([{"w": torch.ones(2)}] * 2, "basis_ta", base=0)
 
 
-def test_new_tokens_of_a_union(tmp_path: Path) -> None:
+def test_new_tokens_of_a_union(world: World, tmp_path: Path) -> None:
     """The base has no weights for them."""
-    made = FAMILIES["two more tokens"](tmp_path / "models")
-    document = recipe(
-        "basis_ta", made.base, made.listed, extra={"tokenizer_source": "union"}, basis="none"
-    )
+    made = world("two more tokens")
+    document = made.recipe(basis="none", extra={"tokenizer_source": "union"})
     told = merge(document, tmp_path / "out", fails=True).output
     assert told.count("Error: ") == 1 and "2 tokens that the base lacks" in told
     tokens = {"source": "base", "tokens": {"new": {"source": {"kind": "zero"}}}}
-    added = recipe("basis_ta", made.base, made.listed, extra={"tokenizer": tokens}, basis="none")
+    added = made.recipe(basis="none", extra={"tokenizer": tokens})
     assert "lacks (such as 'new')" in merge(added, tmp_path / "out", fails=True).output
     document["parameters"]["exclude"] = "embed_tokens|lm_head"
     assert merge(document, tmp_path / "left").tensors["lm_head.weight"].shape == (98, 32)
 
 
 # Several merges in one process, and inputs that change between them: nothing may be stale
-
-
-@pytest.fixture
-def inputs(tmp_path: Path) -> tuple[Path, list[Path]]:
-    """Tensors of more elements than a fingerprint samples."""
-    return family(tmp_path / "models", partial(llama, vocab_size=512), THREE, tokenizer=False)
 
 
 def change_unsampled(folder: Path) -> None:
@@ -435,8 +426,10 @@ def change_unsampled(folder: Path) -> None:
     assert path.stat().st_size == before.st_size
 
 
-def test_mergekit_multi_merges_what_it_has_merged(inputs, tmp_path):
-    base, models = inputs
+def test_mergekit_multi_merges_what_it_has_merged(tmp_path: Path) -> None:
+    """Tensors of more elements than a fingerprint samples."""
+    make = partial(llama, vocab_size=512)
+    base, models = family(tmp_path / "models", make, THREE, tokenizer=False)
     for number in range(2):
         inter = tmp_path / f"inter{number}"
         first = {"name": "first"} | recipe("basis_ta", base, models, **PCA)

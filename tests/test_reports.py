@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from commands import merge, recipe, slices, tvb, write
 from mergekit.scripts import run_yaml
 from safetensors.torch import load_file, save_file
-from tiny import as_bin, family, gpt2, llama, load, save_tokenizer
+from tiny import as_bin, family, gpt2, llama, load
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from worlds import VISION, clip, configure, llava, save, vit
@@ -535,19 +535,6 @@ def test_gradients_over_tensors_that_a_definition_lacks(tmp_path: Path) -> None:
     found, start, state = merge(graded, tmp_path / "out").tensors, load(base), load(models[0])
     for name in [name for name in start if name.endswith("bias")]:
         torch.testing.assert_close(found[name], (state if ".1." in name else start)[name])
-
-
-def test_a_new_vocabulary_of_an_encoder(tmp_path: Path) -> None:
-    """`tokenizer_source: base` with a model that has two more tokens."""
-    base, models = family(tmp_path, ENCODER, TASKS)
-    name = "embeddings.word_embeddings.weight"
-    start, first, own = (load(folder)[name] for folder in (base, *models))
-    rewrite(models[1], lambda state: state | {name: torch.cat([own, torch.ones(2, 32)])})
-    configure(models[1], vocab_size=98)
-    save_tokenizer(models[1], 96, ("<think>", "</think>"))
-    document = recipe("basis_ta", base, models, **SUM, extra={"tokenizer_source": "base"})
-    result = merge(document, tmp_path / "out")
-    torch.testing.assert_close(result.tensors[name], first + own - start)
 
 
 # Files beside the weights that loaders of the merge need

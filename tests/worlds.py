@@ -187,11 +187,11 @@ def one_untied(folder: Path, **options: Any) -> Models:
     return made
 
 
-def two_more_tokens(folder: Path) -> Models:
+def two_more_tokens(folder: Path, make: Make = llama, **options: Any) -> Models:
     """The second model's vocabulary has two tokens that the base lacks."""
-    made = hub(llama, folder)
+    made = hub(make, folder, **options)
     model, grown = Path(made.listed[1]), dict(made.states[2])
-    for name in (EMBEDDING, HEAD):
+    for name in [name for name, tensor in grown.items() if len(tensor) == 96]:
         grown[name] = torch.cat([grown[name], torch.randn(2, 32)])
     save(model, grown)
     configure(model, vocab_size=98)
@@ -360,6 +360,7 @@ FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
     "tied, aliased": partial(tied, aliased=True),
     "one untied": one_untied,
     "two more tokens": two_more_tokens,
+    "encoder of more tokens": partial(two_more_tokens, make=encoder("Bert"), loader=CLASSIFIER),
     "other order": other_order,
     "adapters": adapters,
     "mixed adapters": partial(adapters, configs=ADAPTERS),
