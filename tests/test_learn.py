@@ -30,7 +30,7 @@ import tvb_mergekit as library
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn import data as texts
 from tvb_mergekit.learn import gradients, training
-from tvb_mergekit.learn.data import Batch, Example, drawn, response_loss
+from tvb_mergekit.learn.data import Example, collate, drawn, response_loss
 from tvb_mergekit.learn.statistics import regression_mean
 from tvb_mergekit.store.routing import Routed, routed_parameters, router_of
 
@@ -347,10 +347,10 @@ def test_over_all_tasks_it_is_the_published_method(exact: Case) -> None:
     for number, batch in enumerate(steps):
         optimizer.param_groups[0]["lr"] = 0.1 * (1 + math.cos(math.pi * number / len(steps))) / 2
         optimizer.zero_grad()
-        b = Batch.of(batch, torch.device("cpu"))
-        given = {"input_ids": b.ids, "attention_mask": b.mask}
+        ids, mask, counted = collate(batch, torch.device("cpu"))
+        given = {"input_ids": ids, "attention_mask": mask}
         logits = torch.func.functional_call(model, theta(), kwargs=given).logits
-        (response_loss(logits, b) / len(batch)).backward()
+        (response_loss(logits, ids, counted) / len(batch)).backward()
         torch.nn.utils.clip_grad_norm_([values], 1.0)
         optimizer.step()
     start = {name: b.view_as(parameters[name]) for name, b in base.items()}
@@ -431,10 +431,10 @@ def test_a_loss_that_is_not_finite_keeps_the_last_good(case, tmp_path, held, beg
     """Four batches an epoch, and one that is held out, if any."""
     source, kept, calls = case.recipe("wild", basis="none"), response_loss, 0
 
-    def spoiled(logits: Tensor, batch: Batch) -> Tensor:
+    def spoiled(*given: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        return kept(logits, batch) * (math.nan if calls > begins else 1)
+        return kept(*given) * (math.nan if calls > begins else 1)
 
     words = ("learn", source, "atlas", *case.words, "--epochs", 3, "--batch-size", 3)
     words = (*words, "--held-out", held, "--quiet", "--out", tmp_path / "out")
@@ -604,7 +604,7 @@ def test_prompts_alone_depth_checkpointing_and_a_store(case: Case, tmp_path: Pat
     assert "`prompt` and `response`" in said
     plain = case.learn(source, "wemoe", "all-prompts", *words, "--unlabeled", *short)
     told = facts(plain.folder)
-    assert told["unlabeled"] and told["depth"] == 2 and told["schedule"]["rate"] == 0.01
+    assert told["unlabeled"] and told["depth"] == 2 and told["learning_rate"] == 0.01
     less = case.learn(source, "wemoe", "lessened", *words, "--unlabeled", *short, "--checkpointing")
     stored = case.learn(tmp_path / "store", "wemoe", "stored", *words, "--unlabeled", *short)
     want, (history,) = held_in(plain.folder), told["history"]
@@ -621,7 +621,7 @@ def test_prompts_alone_depth_checkpointing_and_a_store(case: Case, tmp_path: Pat
 def test_models_and_files_that_do_not_fit(case, tmp_path):
     source = case.recipe("fit", basis="none")
     merged = case.learn(source, "wemoe", "fit-out", *case.words, "--epochs", 1)
-    assert facts(merged.folder)["schedule"]["rate"] == 1 / loaded(case.base).config.hidden_size
+    assert facts(merged.folder)["learning_rate"] == 1 / loaded(case.base).config.hidden_size
     with pytest.raises(UserError, match="are not the base's"):
         library.attach(loaded(case.base), merged.folder)
     folder = shutil.copytree(merged.folder, tmp_path / "other")

@@ -25,7 +25,7 @@ from worlds import CONV
 
 from tvb_mergekit.core.gram import Factors
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.learn.job import TaskBases
+from tvb_mergekit.learn.job import Job, Request
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.plugin.planner import planned
 from tvb_mergekit.tensors import adapter as adapters_of_peft
@@ -204,8 +204,9 @@ def test_models_that_learn_with_adapters(bases, tmp_path):
     change = train(base, tmp_path / "one", modules_to_save=["norm"])
     train(base, tmp_path / "two", seed=1)
     made = recipe("basis_ta", base, [f"{base}+{tmp_path / each}" for each in ("one", "two")])
-    with planned(from_mapping(made), MergeOptions()) as plan:
-        state = TaskBases(plan).load("one")[0].state_dict()
+    asked = Request(document=from_mapping(made), method="fisher", out="out")
+    with planned(asked.document, MergeOptions()) as plan:
+        state = Job(plan, asked, tmp_path).load("one")[0].state_dict()
     for name, theta in model_of(base, torch.float64).state_dict().items():
         torch.testing.assert_close(state[name].double(), theta + change[name], atol=1e-6, rtol=0)
 

@@ -43,7 +43,7 @@ EVERY: list[cli.Body] = [
 ]
 MIXTURE = [choice("--mixture", "encoder equal positive", default="encoder", help=WEIGHTS)]
 STEPS = [
-    option("--epochs", type=COUNT, show_default="10", help="Maximum epochs."),
+    option("--epochs", type=COUNT, default=10, help="Maximum epochs."),
     option("--learning-rate", type=RATE, show_default="docs/learn.md", help="Size of a step."),
     option("--batch-size", type=COUNT, show_default="16; localize 8", help="Examples a step."),
     option("--held-out", type=HELD_OUT, default=0.2, help="Fraction to choose the epoch by."),

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -189,45 +189,29 @@ def drawn(
     return found
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Examples side by side, padded at the end.
-
-    Attributes:
-        ids, mask: [n, length], tokens, and 1 for each token.
-        counted: [n, length] bool, whether the distribution of the next token counts.
-    """
-
-    ids: Tensor
-    mask: Tensor
-    counted: Tensor
-
-    @classmethod
-    def of(cls, examples: Sequence[Example], device: torch.device) -> Batch:
-        ids = pad_sequence([torch.tensor(example.ids) for example in examples], batch_first=True)
-        mask, counted = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
-        for row, example in enumerate(examples):
-            count = len(example.ids)
-            mask[row, :count] = 1
-            counted[row, example.start - 1 : count - (not example.unlabeled)] = True
-        return cls(ids.to(device), mask.to(device), counted.to(device))
+def collate(examples: Sequence[Example], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Examples side by side, padded at the end: tokens [n, length]; 1 for each token; and whether
+    the distribution of the next token counts."""
+    ids = pad_sequence([torch.tensor(example.ids) for example in examples], batch_first=True)
+    mask, counted = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+    for row, example in enumerate(examples):
+        count = len(example.ids)
+        mask[row, :count] = 1
+        counted[row, example.start - 1 : count - (not example.unlabeled)] = True
+    return ids.to(device), mask.to(device), counted.to(device)
 
 
-Loss = Callable[[Tensor, Batch], Tensor]
-
-
-def response_loss(logits: Tensor, batch: Batch) -> Tensor:
+def response_loss(logits: Tensor, ids: Tensor, counted: Tensor) -> Tensor:
     """The sum over examples of the mean -log p of the response's tokens."""
-    counted = batch.counted[:, :-1]
-    labels = batch.ids[:, 1:].masked_fill(~counted, -100)  # which cross_entropy leaves out
+    counted = counted[:, :-1]
+    labels = ids[:, 1:].masked_fill(~counted, -100)  # which cross_entropy leaves out
     rows = logits[:, :-1].flatten(0, 1).float()
     each = cross_entropy(rows, labels.flatten(), reduction="none").view(labels.shape)
     return (each.sum(1) / counted.sum(1)).sum()
 
 
-def entropy(logits: Tensor, batch: Batch) -> Tensor:
+def entropy(logits: Tensor, ids: Tensor, counted: Tensor) -> Tensor:
     """The sum over examples of the mean entropy of the next token, in nats."""
     logs = torch.log_softmax(logits.float(), -1)
     each = -(logs.exp() * logs).sum(-1)
-    counted = batch.counted
     return ((each * counted).sum(1) / counted.sum(1)).sum()

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.learn.data import Batch, drawn
+from tvb_mergekit.learn.data import drawn
 from tvb_mergekit.learn.job import Job, LearnedMerge
 from tvb_mergekit.learn.training import Descent, moved
 from tvb_mergekit.names import LAYER
@@ -24,19 +25,7 @@ from tvb_mergekit.store.routing import ROUTERS, Routed, routed_parameters, route
 from tvb_mergekit.tensors.merging import merge_items
 
 COEFFICIENTS = "coefficients.safetensors"
-
-
-class Combined(nn.Module):
-    """theta_0 + sum_m c_m B_m of one tensor, with values c [blocks, M], or their square roots."""
-
-    def __init__(self, values: nn.Parameter, bases: Tensor, nonnegative: bool = False) -> None:
-        super().__init__()
-        self.values, self.bases, self.nonnegative = values, bases, nonnegative
-
-    def forward(self, theta: Tensor) -> Tensor:
-        with torch.autocast(theta.device.type, enabled=False):
-            values = self.values.square() if self.nonnegative else self.values
-            return theta + combined(values.to(theta.device), self.bases).view_as(theta)
+BIAS = 5.0  # the first S of a mask: sigma(5) = 0.993 inside, sigma(-5) = 0.007 outside
 
 
 def combined(values: Tensor, bases: Tensor) -> Tensor:
@@ -53,26 +42,31 @@ def rows_of(names: list[str], by_layer: bool) -> dict[str, str]:
 
 def coefficients(job: Job) -> LearnedMerge:
     """Learn c for the merge theta_0 + sum_m c_m B_m."""
-    request, bases = job.request, job.bases
+    request, nonnegative = job.request, job.request.nonnegative
     rows = rows_of(job.plan.tasks.names, by_layer=request.method == "adamerging")
     # Coefficients of few bases would stay too small: AdamW moves them by the rate at most, means of
     # tasks are shorter than task vectors, and M/T of the examples make fewer steps.
     scale = job.plan.basis.scale if request.method == "atlas" else 1.0
+    starts = _starts(job, rows, scale)
+    if nonnegative and min(float(start.min()) for start in starts.values()) <= 0:
+        raise UserError("--nonnegative begins at the recipe's `lambda`: make it larger than 0")
+    # Coefficients [blocks, M], or their square roots, which have no gradient at 0
+    roots = {row: start.sqrt() if nonnegative else start for row, start in starts.items()}
     values = {
-        row: nn.Parameter(start.float().expand(request.blocks, -1).clone())
-        for row, start in _starts(job, rows, scale).items()
+        row: nn.Parameter(root.float().expand(request.blocks, -1).clone())
+        for row, root in roots.items()
     }
-    if request.nonnegative:  # square roots, which have no gradient at 0
-        if min(float(each.min()) for each in values.values()) <= 0:
-            raise UserError("--nonnegative begins at the recipe's `lambda`: make it larger than 0")
-        for each in values.values():
-            each.data.sqrt_()
+
+    def move(name: str, bases: Tensor) -> Tensor:
+        own = values[rows[name]].to(bases.device)
+        return combined(own.square() if nonnegative else own, bases)
+
     descent = Descent(job)
-    stacked = bases.stacked(descent.parameters, scale)
-    moves = {n: Combined(values[rows[n]], b, request.nonnegative) for n, b in stacked.items()}
+    stacked = job.bases(descent.parameters, scale)
+    moves = {name: partial(move, name, bases) for name, bases in stacked.items()}
     with moved(descent.model, descent.parameters, moves):
-        descent.run_on_all(nn.ParameterList(values.values()), descent.loss_of)
-    power = 2 if request.nonnegative else 1
+        descent.run_on_all([*values.values()], descent.loss_of)
+    power = 2 if nonnegative else 1
     found = {row: scale * each.detach().cpu() ** power for row, each in values.items()}
 
     def direction(name: str, bases: Tensor) -> Tensor:
@@ -84,7 +78,7 @@ def coefficients(job: Job) -> LearnedMerge:
 
 def _starts(job: Job, rows: dict[str, str], scale: float) -> dict[str, Tensor]:
     """The first coefficients [M] of each row: 0 or the recipe's addition."""
-    sizes = job.bases.sizes
+    sizes = job.sizes
     if job.request.method == "atlas":
         start = 0.1 / scale if job.request.nonnegative else 0.0
         return {row: torch.full_like(sizes, start) for row in rows.values()}
@@ -95,31 +89,14 @@ def _starts(job: Job, rows: dict[str, str], scale: float) -> dict[str, Tensor]:
     return {row: job.plan.basis.scale * sum(own) / len(own) * sizes for row, own in lambdas.items()}
 
 
-BIAS = 5.0  # the first S: sigma(5) = 0.993 in the mask, sigma(-5) = 0.007 outside
-
-
-class Mask(nn.Module):
-    """theta_0 + sigma(S) * B of one tensor of one basis, in `eval` theta_0 + kept * B; all [n]."""
-
-    def __init__(self, basis: Tensor, kept: Tensor) -> None:
-        super().__init__()
-        self.scores = nn.Parameter(torch.where(kept, BIAS, -BIAS))
-        self.basis, self.kept = basis, kept
-
-    def forward(self, theta: Tensor) -> Tensor:
-        with torch.autocast(theta.device.type, enabled=False):
-            mask = self.scores.sigmoid() if self.training else self.kept
-            return theta + (mask * self.basis).view_as(theta)
-
-
 def localize(job: Job) -> LearnedMerge:
     """Learn masks one after another. The merge is theta_0 and their mean where masks overlap."""
-    request, bases, scale = job.request, job.bases, job.plan.basis.scale
+    request, scale = job.request, job.plan.basis.scale
     descent = None if request.dataless else Descent(job)
     every = list[dict[str, Tensor]]()
-    for number in range(bases.count):
+    for number in range(job.count):
         own = slice(number, number + 1)
-        stacked = bases.stacked(descent.parameters if descent else None, scale, own)
+        stacked = job.bases(descent.parameters if descent else None, scale, own)
         basis = {name: b[0] for name, b in stacked.items()}
         kept = largest({n: _sizes(b.abs(), b) for n, b in basis.items()}, request.density)
         if descent is not None:
@@ -137,35 +114,39 @@ def localize(job: Job) -> LearnedMerge:
 def _learned_mask(
     descent: Descent, basis: dict[str, Tensor], first: dict[str, Tensor], number: int
 ) -> dict[str, Tensor]:
-    """The mask of a basis by the loss of its tasks, W_e[:, m] of each, from the first one on."""
-    request, bases = descent.job.request, descent.job.bases
-    mixture = bases.mixture(request.mixture)[:, number]
+    """The mask of a basis by the loss of its tasks, W_e[:, m] of each, from the first one on.
+
+    Learns theta_0 + sigma(S) * B, and keeps the largest S where B is not 0, by the density.
+    """
+    job, request, kept = descent.job, descent.job.request, dict(first)
+    mixture = job.mixture[:, number]
     weights, seed = (mixture / mixture.sum()).tolist(), f"{request.seed} {number}"
-    masks = {name: Mask(basis[name], first[name]) for name in basis}
+    scores = {n: nn.Parameter(torch.where(mask, BIAS, -BIAS)) for n, mask in first.items()}
+
+    def move(name: str) -> Tensor:
+        learning = torch.is_grad_enabled()
+        return (scores[name].sigmoid() if learning else kept[name]) * basis[name]
 
     def settle() -> None:
-        """Keep the largest S where B is not 0, by the density."""
-        sizes = {name: _sizes(mask.scores, mask.basis) for name, mask in masks.items()}
-        for name, kept in largest(sizes, request.density).items():
-            masks[name].kept = kept
+        kept.update(largest({n: _sizes(s, basis[n]) for n, s in scores.items()}, request.density))
 
-    def loss_of(batch: Batch) -> Tensor:
+    def loss_of(ids: Tensor, mask: Tensor, counted: Tensor) -> Tensor:
         """The loss, with the penalty lambda ||sigma(S)||_1 for each example."""
-        loss = descent.loss_of(batch)
+        loss = descent.loss_of(ids, mask, counted)
         if request.penalty and torch.is_grad_enabled():
-            masses = [mask.scores.sigmoid().sum() for mask in masks.values()]
-            loss = loss + request.penalty * len(batch.ids) * torch.stack(masses).sum()
+            masses = [each.sigmoid().sum() for each in scores.values()]
+            loss = loss + request.penalty * len(ids) * torch.stack(masses).sum()
         return loss
 
-    factor = len(bases.tasks) / bases.count
+    factor = len(job.tasks) / job.count
     held = drawn(weights, descent.held, factor, seed) if any(descent.held) else []
-    with moved(descent.model, descent.parameters, masks):
+    with moved(descent.model, descent.parameters, {name: partial(move, name) for name in basis}):
         descent.run(
-            nn.ModuleList(masks.values()),
+            [*scores.values()],
             lambda epoch: drawn(weights, descent.train, factor, f"{seed} {epoch}"),
             held, loss_of, settle,
         )  # fmt: skip
-    return {name: mask.kept for name, mask in masks.items()}
+    return kept
 
 
 def _sizes(values: Tensor, basis: Tensor) -> Tensor:
@@ -219,14 +200,14 @@ def _ordered(values: Tensor) -> Tensor:
 
 def wemoe(job: Job) -> LearnedMerge:
     """Learn R_l for the linear layers in MLPs. All tensors are merged by the recipe."""
-    request, plan, bases = job.request, job.plan, job.bases
+    request, plan = job.request, job.plan
     descent = Descent(job)
     model, parameters = descent.model, descent.parameters
     mlps = {n: mlp for n, mlp in routed_parameters(model).items() if n in parameters}
     if not mlps:
         said = "wemoe routes the linear layers in modules named mlp, ffn or feed_forward"
         raise UserError(f"{said}, and the merge moves none of them; choose another method")
-    stacked = bases.stacked({name: parameters[name] for name in mlps})
+    stacked = job.bases({name: parameters[name] for name in mlps})
     held = {name: parameter.detach() for name, parameter in parameters.items()}
     items = [item for item in plan.tensors.items if item.name in held]
     live = [replace(item, out=torch.float32) for item in items]
@@ -234,21 +215,20 @@ def wemoe(job: Job) -> LearnedMerge:
     moved = {name: each.view(-1, *held[name].shape) for name, each in stacked.items()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(request.seed)
-        sizes = [descent.width] * request.depth + [bases.count]
+        sizes = [descent.width] * request.depth + [job.count]
         routers = {mlp: router_of(sizes) for mlp in dict.fromkeys(mlps.values())}
     for router in routers.values():  # outputs of 0: the model is the one merged by the recipe
         for parameter in router.to(plan.engine.device)[-1].parameters():
             nn.init.zeros_(parameter)
     routed = Routed(model, routers, moved)
 
-    def loss_of(batch: Batch) -> Tensor:
+    def loss_of(ids: Tensor, mask: Tensor, counted: Tensor) -> Tensor:
         # The tokens of the prompts are those up to the first one whose successor counts.
-        counted = batch.counted.long()
-        routed.prompts = (counted.cumsum(1) == counted) & batch.mask.bool()
-        return descent.loss_of(batch)
+        routed.prompts = (counted.cumsum(1) == counted.long()) & mask.bool()
+        return descent.loss_of(ids, mask, counted)
 
     routed.route()
-    descent.run_on_all(nn.ModuleList(routers.values()), loss_of)
+    descent.run_on_all([*nn.ModuleList(routers.values()).parameters()], loss_of)
     out = {item.name: item.out for item in items}
     found = {name: each.to(out[name]) for name, each in moved.items()}
     for mlp, router in routers.items():

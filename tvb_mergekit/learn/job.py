@@ -1,6 +1,6 @@
-"""A request, the bases of a planned merge and its models, and the result of a method.
+"""A request, the planned merge that it learns for, and the result of a method.
 
-`Bases` is all that the methods ask of a recipe or a store.
+A `Job` is all that the methods ask of a recipe or a store.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Literal, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from peft import PeftModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
-from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import disable_progress_bar
 
 from tvb_mergekit import __version__
@@ -40,24 +40,73 @@ from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Item, Sink
 
 LOG = logging.getLogger(__name__)
-Mixture = Literal["encoder", "equal", "positive"]
 Parameters = Mapping[str, nn.Parameter]
+WEIGHTS = "look at the models' weights (`tvb inspect RECIPE`)"
 
 
-class TaskBases:
-    """The M bases of a plan, and the T tasks that they stand for: `tasks`, `count`.
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A method and its options, as in `tvb learn RECIPE METHOD --help`.
 
-    Attributes:
-        store: the store whose bases they are; None for bases that the plan builds over T models, or
-            over the task vectors in a store.
+    Options of other methods have no effect. None stands for the method's own default.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        recipe = plan.recipe
-        self.plan, self.store, self.trust = plan, recipe.store, plan.options.trust_remote_code
-        self.tasks = list(recipe.tasks if self.store is None else self.store.tasks)
-        built = recipe.settings.bases_of(len(self.tasks)) if self.store is None else 0
-        self.count = built or len(recipe.order)
+    document: Document
+    method: Literal["fisher", "regmean", "localize", "adamerging", "atlas", "wemoe"]
+    out: str
+    data: Sequence[str] = ()
+    mixture: Literal["encoder", "equal", "positive"] = "encoder"
+    subsample: bool = True
+    normalize: bool = False
+    off_diagonal: float = 0.9
+    epochs: int = 10
+    learning_rate: float | None = None
+    batch_size: int | None = None
+    held_out: float = 0.2
+    patience: int = 3
+    density: float = 0.05
+    dataless: bool = False
+    penalty: float = 0.0
+    blocks: int = 1
+    nonnegative: bool = False
+    unlabeled: bool = False
+    depth: int = 1
+    precision: Literal["float32", "bfloat16"] = "float32"
+    checkpointing: bool = False
+    spread: bool = False
+    seed: int = 0
+    options: Options = field(default_factory=Options)
+
+
+class Job:
+    """A planned merge: M bases, `count`, of T `tasks`, and the examples in use of each task.
+
+    The bases are those of a store, `recipe.store`, or those that the plan builds over T models or
+    over the task vectors in a store.
+
+    Args:
+        place: a folder for files that are deleted after the merge.
+    """
+
+    def __init__(self, plan: Plan, request: Request, place: Path) -> None:
+        self.plan, self.request, self.place = plan, request, place
+        self.store = plan.recipe.store
+        self.examples: Mapping[str, Sequence[Example]] = {}
+        self.tasks = list(plan.recipe.tasks if self.store is None else self.store.tasks)
+        built = plan.recipe.settings.bases_of(len(self.tasks)) if self.store is None else 0
+        self.count = built or len(plan.recipe.order)
+        AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier call
+        self.accelerator = Accelerator(
+            cpu=plan.engine.device.type == "cpu",
+            mixed_precision="bf16" if request.precision == "bfloat16" else "no",
+        )
+
+    def progress(self, total: int) -> Any:
+        return self.plan.engine.progress(self.request.method, total, "example")
+
+    def mine(self, examples: Sequence[Example]) -> Sequence[Example]:
+        """The examples of this process."""
+        return examples[self.accelerator.process_index :: self.accelerator.num_processes]
 
     @property
     def columns(self) -> Tensor:
@@ -78,10 +127,11 @@ class TaskBases:
         order = list(self.plan.recipe.order)
         return self.store.shares[order] if self.store else torch.ones(self.count).double()
 
-    def mixture(self, mixture: Mixture) -> Tensor:
+    @property
+    def mixture(self) -> Tensor:
         """The weight of each task's data in each basis, [T, M] float64: W_e times v, or 1/T, or the
         softmax of a column's positive entries (PCA>=0 in the paper's appendix)."""
-        encoder = self.encoder
+        encoder, mixture = self.encoder, self.request.mixture
         if mixture == "equal":
             return torch.full_like(encoder, 1 / len(encoder))
         if float(encoder.amax(0).min()) <= 0:
@@ -93,7 +143,7 @@ class TaskBases:
             raise UserError(f"{said}: choose another, or --mixture equal or positive")
         return encoder * self.sizes
 
-    def stacked(
+    def bases(
         self, parameters: Parameters | None, scale: float = 1.0, some: slice = slice(None)
     ) -> dict[str, Tensor]:
         """Bases [M, n] float32, or some, times `scale`, where the parameter of a tensor is.
@@ -109,9 +159,7 @@ class TaskBases:
         steps = dict.fromkeys((item.name for item in items), Step.of(columns))
         combine_pass(items, steps, sink, self.plan.engine, title="Bases")
         rows = {name: each.view(len(each), each[0].numel()) for name, each in held.items()}
-        if parameters is None:
-            return rows
-        return {name: each.to(parameters[name].device) for name, each in rows.items()}
+        return {n: b.to(parameters[n].device) if parameters else b for n, b in rows.items()}
 
     def folder(self, task: str | None) -> Path:
         """The folder with configuration and tokenizer of a task's model; None is the base."""
@@ -120,20 +168,17 @@ class TaskBases:
         model = recipe.models[self.tasks.index(str(task))] if alone else recipe.base
         return Path(str(held[model].folder))
 
-    def load(self, task: str | None, spread: bool = False) -> tuple[nn.Module, Parameters]:
+    def load(self, task: str | None) -> tuple[nn.Module, Parameters]:
         """A task's model, or with None the base's, and its parameters that the merge moves.
 
         Over a store it is the base plus the task's vector, which a store of bases reconstructs.
-
-        Args:
-            spread: over all GPUs, by accelerate's `device_map`.
         """
         recipe, place, folder = self.plan.recipe, 0, self.folder(task)
         disable_progress_bar()  # ours counts examples
         try:
             model: nn.Module = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, trust_remote_code=self.trust,
-                device_map="auto" if spread else self.plan.engine.device,
+                folder, dtype=torch.float32, trust_remote_code=self.plan.options.trust_remote_code,
+                device_map="auto" if self.request.spread else self.plan.engine.device,
             )  # fmt: skip
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise UserError(f"{folder}: not a causal language model: {one_line(error)}") from error
@@ -172,75 +217,6 @@ class TaskBases:
         return found
 
 
-def linear_layers(model: nn.Module, parameters: Parameters) -> dict[str, nn.Module]:
-    """The linear layer of each weight. Weights tied to an embedding are left out."""
-    linear, embedded = dict[int, nn.Module](), set[int]()
-    for each in model.modules():
-        if isinstance(each, nn.Embedding):
-            embedded.add(id(each.weight))
-        elif isinstance(each, nn.Linear | Conv1D):
-            linear[id(each.weight)] = each
-    return {n: linear[id(p)] for n, p in parameters.items() if id(p) in linear.keys() - embedded}
-
-
-LearningMethod = Literal["fisher", "regmean", "localize", "adamerging", "atlas", "wemoe"]
-WEIGHTS = "look at the models' weights (`tvb inspect RECIPE`)"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A method and its options, as in `tvb learn RECIPE METHOD --help`.
-
-    Options of other methods have no effect. None stands for the method's own default.
-    """
-
-    document: Document
-    method: LearningMethod
-    out: str
-    data: Sequence[str] = ()
-    mixture: Mixture = "encoder"
-    subsample: bool = True
-    normalize: bool = False
-    off_diagonal: float = 0.9
-    epochs: int | None = None
-    learning_rate: float | None = None
-    batch_size: int | None = None
-    held_out: float = 0.2
-    patience: int = 3
-    density: float = 0.05
-    dataless: bool = False
-    penalty: float = 0.0
-    blocks: int = 1
-    nonnegative: bool = False
-    unlabeled: bool = False
-    depth: int = 1
-    precision: Literal["float32", "bfloat16"] = "float32"
-    checkpointing: bool = False
-    spread: bool = False
-    seed: int = 0
-    options: Options = field(default_factory=Options)
-
-
-@dataclass
-class Job:
-    """A planned merge whose bases are known, the examples in use of each task, and a folder for
-    files that are deleted after the merge."""
-
-    request: Request
-    plan: Plan
-    bases: TaskBases
-    examples: Mapping[str, Sequence[Example]]
-    accelerator: Accelerator
-    place: Path
-
-    def progress(self, total: int) -> Any:
-        return self.plan.engine.progress(self.request.method, total, "example")
-
-    def mine(self, examples: Sequence[Example]) -> Sequence[Example]:
-        """The examples of this process."""
-        return examples[self.accelerator.process_index :: self.accelerator.num_processes]
-
-
 @dataclass
 class LearnedMerge:
     """The merge that a method has learned, as a plan writes it.
@@ -271,7 +247,7 @@ class LearnedMerge:
         update = plan.engine.progress("Merged model", sum(item.nbytes for item in moving))
         for item in moving:
             merging = partial(self.direction, str(item.counted_as))
-            merge_one(item, self.job.bases.columns, merging, sink, plan.engine)
+            merge_one(item, self.job.columns, merging, sink, plan.engine)
             update(item.nbytes)
 
     def write(self, folder: Path) -> None:
@@ -286,8 +262,7 @@ class LearnedMerge:
             "examples": {task: len(some) for task, some in job.examples.items()},
             "seconds": round(job.plan.basis.seconds["learn"], 3),
         }
-        text = json.dumps(facts, indent=2) + "\n"
-        (place / "learned.json").write_text(text, encoding="utf-8")
+        (place / "learned.json").write_text(json.dumps(facts, indent=2) + "\n")
         for name, tensors in self.tensors.items():
             (place / "learned").mkdir(exist_ok=True)
             held = {key: tensor.contiguous().cpu() for key, tensor in tensors.items()}

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from random import Random
 
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from transformers import AutoConfig
 
 from tvb_mergekit.core.gram import NO_TENSOR
@@ -16,7 +14,7 @@ from tvb_mergekit.core.settings import MATRIX_METHODS
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.learn.data import Example, encode, open_tokenizer, read_data
 from tvb_mergekit.learn.gradients import coefficients, localize, wemoe
-from tvb_mergekit.learn.job import Job, LearnedMerge, Request, TaskBases
+from tvb_mergekit.learn.job import Job, LearnedMerge, Request
 from tvb_mergekit.learn.statistics import weighted_mean
 from tvb_mergekit.plugin.planner import planned
 from tvb_mergekit.plugin.run import say, write_model
@@ -34,11 +32,7 @@ METHODS: dict[str, Callable[[Job], LearnedMerge]] = {
 
 
 def learn(request: Request) -> None:
-    """Merge by data into the folder `request.out`.
-
-    Raises:
-        UserError, MergeRefused: the request, the inputs or the machine refuse it.
-    """
+    """Merge by data into the folder `request.out`."""
     started, recipe, method = time.perf_counter(), request.document.recipe, request.method
     known = ["basis_ta", *(MATRIX_METHODS if method == "wemoe" else ())]
     if recipe.settings.method not in known:
@@ -56,18 +50,10 @@ def learn(request: Request) -> None:
             raise UserError(NO_TENSOR)
         for name in plan.tensors.changed:
             raise UserError(f"the tokenizer changes `{name}`; leave out `tokenizer_source`")
-        bases = TaskBases(plan)
-        examples = _read(request, bases)
-        plan.build(inner=True)  # statistics are mixed by the encoder itself
         with staged(request.out) as folder:
-            place = folder.with_name(f"{folder.name}.learned")
-            place.mkdir(exist_ok=True)
-            AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier call
-            accelerator = Accelerator(
-                cpu=plan.engine.device.type == "cpu",
-                mixed_precision="bf16" if request.precision == "bfloat16" else "no",
-            )
-            job = Job(request, plan, bases, examples, accelerator, place)
+            job = Job(plan, request, folder.with_name(f"{folder.name}.learned"))
+            job.examples = _read(job)
+            plan.build(inner=True)  # statistics are mixed by the encoder itself
             began = time.perf_counter()
             plan.learned = METHODS[method](job)
             plan.basis.seconds["learn"] = time.perf_counter() - began
@@ -75,19 +61,19 @@ def learn(request: Request) -> None:
         say(plan, facts, request.out)
 
 
-def _read(request: Request, bases: TaskBases) -> dict[str, list[Example]]:
+def _read(job: Job) -> dict[str, list[Example]]:
     """The examples in use of each task."""
-    found = dict[str, list[Example]]()
+    request, trust = job.request, job.plan.options.trust_remote_code
+    found, method = dict[str, list[Example]](), request.method
     if request.dataless:
         return found
-    method, trust = request.method, bases.trust
-    tasks = None if method == "atlas" else bases.tasks
+    tasks = None if method == "atlas" else job.tasks
     unlabeled = method == "adamerging" or request.unlabeled
     data = read_data(request.data, tasks, unlabeled, texts=method != "wemoe")
-    share = bases.count / len(bases.tasks) if request.subsample else 1.0  # paper, section 3.2
+    share = job.count / len(job.tasks) if request.subsample else 1.0  # paper, section 3.2
     for task, records in data.items():
-        own = bases.folder(task if method in ("fisher", "regmean") else None)
-        tokenizer = open_tokenizer([own, bases.folder(None)], trust)
+        own = job.folder(task if method in ("fisher", "regmean") else None)
+        tokenizer = open_tokenizer([own, job.folder(None)], trust)
         config = AutoConfig.from_pretrained(own, trust_remote_code=trust).get_text_config()
         context = int(getattr(config, "max_position_embeddings", None) or 2**31)
         every = encode(records, tokenizer, context)

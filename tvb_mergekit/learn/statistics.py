@@ -21,18 +21,16 @@ from torch.nn.functional import cross_entropy
 
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.data import Example
-from tvb_mergekit.learn.job import WEIGHTS, Job, LearnedMerge, Parameters, linear_layers
+from tvb_mergekit.learn.job import WEIGHTS, Job, LearnedMerge, Parameters
 from tvb_mergekit.progress import Update
+from tvb_mergekit.store.routing import linear_layers
 
 Sums = dict[str, Tensor]
 SINGULAR = 1e-13  # of a pivot of a matrix whose diagonal is 1
 
 
 def fisher_information(
-    model: nn.Module,
-    parameters: Parameters,
-    examples: Sequence[Example],
-    update: Update = lambda done: None,
+    model: nn.Module, parameters: Parameters, examples: Sequence[Example], update: Update
 ) -> Sums:
     """The sum over examples of the squared gradient of log p(response | prompt), in float32."""
     sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
@@ -50,10 +48,7 @@ def fisher_information(
 
 
 def input_grams(
-    model: nn.Module,
-    layers: Mapping[str, nn.Module],
-    examples: Sequence[Example],
-    update: Update = lambda done: None,
+    model: nn.Module, layers: Mapping[str, nn.Module], examples: Sequence[Example], update: Update
 ) -> Sums:
     """X^T X of the inputs X [tokens, n] of each linear layer, [n, n] float32.
 
@@ -85,6 +80,13 @@ def _predicted(model: Any, example: Example) -> tuple[Tensor, Tensor]:
     ids = torch.tensor([list(example.ids)], device=next(model.parameters()).device)
     logits = model(input_ids=ids, use_cache=False).logits[0]
     return logits[example.start - 1 : -1].float(), ids[0, example.start :].to(logits.device)
+
+
+def fitted_layers(model: nn.Module, parameters: Parameters) -> dict[str, nn.Module]:
+    """The linear layer of each weight, except of weights tied to an embedding."""
+    embedded = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    found = {id(each.weight): each for each in linear_layers(model).values()}
+    return {n: found[id(p)] for n, p in parameters.items() if id(p) in found.keys() - embedded}
 
 
 def task_factors(mixture: Tensor, encoder: Tensor) -> Tensor:
@@ -177,16 +179,17 @@ def regression_mean(
 
 def weighted_mean(job: Job) -> LearnedMerge:
     """The mean of theta_0 + B_m, weighted by statistics of the tasks' models."""
-    request, bases, fisher = job.request, job.bases, job.request.method == "fisher"
-    mixture, scale = bases.mixture(request.mixture), job.plan.basis.scale
+    request, fisher = job.request, job.request.method == "fisher"
+    mixture, scale = job.mixture, job.plan.basis.scale
     factors = torch.full((len(mixture),), scale, dtype=torch.float64)
     if scale != 1 and request.mixture == "encoder":
-        factors = task_factors(mixture, bases.encoder)
+        factors = task_factors(mixture, job.encoder)
     files, totals, turned = list[Path](), list[float](), set[str]()
+    job.place.mkdir(exist_ok=True)
     update = job.progress(sum(map(len, job.examples.values())))
-    for number, task in enumerate(bases.tasks):
-        model, parameters = bases.load(task, request.spread)
-        layers = linear_layers(model, parameters)
+    for number, task in enumerate(job.tasks):
+        model, parameters = job.load(task)
+        layers = fitted_layers(model, parameters)
         turned |= {name for name, layer in layers.items() if not isinstance(layer, nn.Linear)}
         examples = job.mine(job.examples[task])
         with job.accelerator.autocast():
