@@ -53,36 +53,6 @@ class TunedRecipe:
         parameters = self.document.get("parameters") or {}
         return self.document | {"parameters": parameters | {self.key: point}}
 
-    def merge(self, point: float, out: Path) -> None:
-        """Merge one point into a folder, as `mergekit-yaml` does."""
-        options = self.options.model_copy(update={"out_shard_size": sys.maxsize, "quiet": True})
-        merge(from_mapping(self.at(point)), os.fspath(out), options)
-
-    def draw(self, work: Path) -> tuple[float, dict[str, Item]]:
-        """Write `start` and `direction` of every tensor that moves, as two models in float32.
-
-        Returns:
-            The scale of the direction at coefficient 1, and the tensors by name.
-        """
-        with planned(from_mapping(self.at(BEGIN)), self.options) as plan:
-            if plan.tensors.tunables.get(self.key, {BEGIN}) != {BEGIN}:  # of slices or modules
-                raise UserError(f"`{self.key}` differs between tensors; tvb tune finds one number")
-            check_disk(work, DISK * plan.output_bytes)
-            basis = plan.build()
-            moving, starts, directions = dict[str, Item](), list[Item](), list[Item]()
-            for item in plan.tensors.items:
-                if item.tunables is not None:
-                    moving[item.name] = item
-                    # Negation starts from theta_0 + lambda * the sum of the bases.
-                    own = replace(item.tunables, alpha=0.0) if self.key == "alpha" else None
-                    starts.append(replace(item, out=torch.float32, tunables=own))
-                    directions.append(replace(item, out=torch.float32))
-            for name, items in (("start", starts), ("direction", directions)):
-                writer = FolderWriter(work / name, plan_shards(items, sys.maxsize), {})
-                alone = items is directions
-                merge_items(basis, items, into(writer), plan.engine, alone=alone)
-            return (-1.0 if self.key == "alpha" else basis.scale), moving
-
 
 def read_tuned(path: str, options: Options) -> TunedRecipe:
     method = read_document(path).recipe.settings.method
@@ -92,8 +62,34 @@ def read_tuned(path: str, options: Options) -> TunedRecipe:
     return TunedRecipe(document, method, key, options)
 
 
-class MovingModel:
-    """An lm-eval model at any point.
+def draw(recipe: TunedRecipe, work: Path) -> tuple[float, dict[str, Item]]:
+    """Write `start` and `direction` of every tensor that moves, as two models in float32.
+
+    Returns:
+        The scale of the direction at coefficient 1, and the tensors by name.
+    """
+    with planned(from_mapping(recipe.at(BEGIN)), recipe.options) as plan:
+        if plan.tensors.tunables.get(recipe.key, {BEGIN}) != {BEGIN}:  # of slices or modules
+            raise UserError(f"`{recipe.key}` differs between tensors; tvb tune finds one number")
+        check_disk(work, DISK * plan.output_bytes)
+        basis, negation = plan.build(), recipe.key == "alpha"
+        moving = {item.name: item for item in plan.tensors.items if item.tunables is not None}
+        directions = [replace(item, out=torch.float32) for item in moving.values()]
+        # Negation starts from theta_0 + lambda * the sum of the bases.
+        starts = [
+            replace(i, tunables=replace(i.tunables, alpha=0.0) if i.tunables and negation else None)
+            for i in directions
+        ]
+        for name, items in (("start", starts), ("direction", directions)):
+            writer = FolderWriter(work / name, plan_shards(items, sys.maxsize), {})
+            merge_items(basis, items, into(writer), plan.engine, alone=name == "direction")
+        return (-1.0 if negation else basis.scale), moving
+
+
+def moving_model(
+    recipe: TunedRecipe, work: Path, load: Callable[[Path], Any]
+) -> Callable[[float], Any]:
+    """A function from a point to one lm-eval model, whose weights it moves there.
 
     One point is merged to a folder and loaded from there, so that configuration, tokenizer and
     dtype are those of a merged model. Afterwards the weights move in place. The line must lead
@@ -103,45 +99,43 @@ class MovingModel:
         work: an empty folder, for the merged model and the line.
         load: loads the lm-eval model in a folder; its `model` is the module.
     """
+    unit, items = draw(recipe, work)
+    lines = [safe_open(work / part / FILE, "pt") for part in ("start", "direction")]
 
-    def __init__(self, recipe: TunedRecipe, work: Path, load: Callable[[Path], Any]) -> None:
-        self.recipe, self.work, self.load = recipe, work, load
-        self.unit, self.items = recipe.draw(work)
-        # transformers stacks the experts of some models, and accelerate offloads what is on `meta`
-        held = self._merged(BEGIN).model.state_dict().items()
-        state = {name: t for name, t in held if t.is_contiguous() and not t.is_meta}
-        fits = [n for n, item in self.items.items() if n in state and state[n].shape == item.shape]
-        self.live = {name: state[name].view(-1) for name in fits}
-        values = self._values(BEGIN)
-        apart = {name for name, live, new in values if not torch.equal(new.to(live), live)}
-        if lost := sorted(apart | (self.items.keys() - self.live.keys())):
-            told = "%s cannot move in the loaded model: each point is merged to disk and loaded"
-            LOG.warning(told, listed(lost))
-            self.live = {}
+    def merged(point: float) -> Any:
+        shutil.rmtree(work / "model", ignore_errors=True)
+        options = recipe.options.model_copy(update={"out_shard_size": sys.maxsize, "quiet": True})
+        merge(from_mapping(recipe.at(point)), os.fspath(work / "model"), options)
+        return load(work / "model")
 
-    def at(self, point: float) -> Any:
-        """The lm-eval model with the weights of a point."""
-        if not self.live:
-            return self._merged(point)
-        for _, live, value in self._values(point):
-            live.copy_(value)
-        return self.lm
-
-    def _merged(self, point: float) -> Any:
-        self.lm = None  # before the next one is loaded
-        shutil.rmtree(self.work / "model", ignore_errors=True)
-        self.recipe.merge(point, self.work / "model")
-        self.lm = self.load(self.work / "model")
-        return self.lm
-
-    def _values(self, point: float) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def values(point: float) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield (name, chunk of the live tensor [n], its values at a point [n])."""
-        files = [safe_open(self.work / part / FILE, "pt") for part in ("start", "direction")]
-        for name, live in self.live.items():
-            tensors = (live, *(file.get_tensor(name).view(-1) for file in files))
-            chunks = (tensor.split(CHUNK) for tensor in tensors)
-            for place, start, direction in zip(*chunks, strict=True):
-                moved = direction.to(place.device) * (point * self.unit)
-                value = moved.add_(start.to(moved)).to(self.items[name].out)
+        for name, tensor in live.items():
+            chunks = [each.get_tensor(name).view(-1).split(CHUNK) for each in lines]
+            for place, start, direction in zip(tensor.split(CHUNK), *chunks, strict=True):
+                moved = direction.to(place.device) * (point * unit)
+                value = moved.add_(start.to(moved)).to(items[name].out)
                 check_output(name, value, value.dtype)
                 yield name, place, value
+
+    lm = merged(BEGIN)
+    # transformers stacks the experts of some models, and accelerate offloads what is on `meta`
+    state = {n: t for n, t in lm.model.state_dict().items() if t.is_contiguous() and not t.is_meta}
+    fits = [n for n, item in items.items() if n in state and state[n].shape == item.shape]
+    live = {name: state[name].view(-1) for name in fits}
+    apart = {name for name, place, new in values(BEGIN) if not torch.equal(new.to(place), place)}
+    if lost := sorted(apart | (items.keys() - live.keys())):
+        told = "%s cannot move in the loaded model: each point is merged to disk and loaded"
+        LOG.warning(told, listed(lost))
+        live = {}
+
+    def at(point: float) -> Any:
+        nonlocal lm
+        if not live:
+            lm = None  # before the next one is loaded
+            lm = merged(point)
+        for _, place, value in values(point):
+            place.copy_(value)
+        return lm
+
+    return at

@@ -8,21 +8,24 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import yaml
 
 from tvb_mergekit.errors import UserError
+from tvb_mergekit.figures import can_draw, rendered
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.progress import bars
+from tvb_mergekit.tensors.output import check_output_folder
 from tvb_mergekit.tune import search
-from tvb_mergekit.tune.line import MovingModel, TunedRecipe, read_tuned
+from tvb_mergekit.tune.line import TunedRecipe, moving_model, read_tuned
 from tvb_mergekit.tune.search import Estimate
 from tvb_mergekit.tune.tasks import EvalTask, Evaluation, load_model, load_tasks, score
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass
@@ -63,13 +66,12 @@ def tune(
     """Find the coefficient of a recipe; see `tvb tune --help`."""
     recipe = read_tuned(path, options)
     negation = recipe.key == "alpha"
-    points = search.grid_points(grid or search.default_grid(recipe.method, brent))
+    points = search.grid_points(grid or search.GRIDS.get(recipe.method, search.PAPER))
     if negation != bool(controls):
         raise UserError("--control TASK, a task to keep, goes with basis_negate, which needs one")
     if brent and (negation or len(points) < 2):
         raise UserError("--search brent needs a --grid with two ends, and cannot tune basis_negate")
-    if out.is_dir() and any(out.iterdir()):
-        raise UserError(f"--out {out} is not empty: name another folder")
+    check_output_folder(out)
     points = sorted({0.0, *points}) if negation else points
     for point in points:
         from_mapping(recipe.at(point))
@@ -77,30 +79,31 @@ def tune(
     lower = {task.lower for task in tuned.tasks}
     if len(lower) > 1 or (negation and True in lower):
         raise UserError("scores that are better when lower go with no others, nor with forgetting")
-    step = min((b - a for a, b in pairwise(points)), default=1.0) / 2
     most = search.BRENT if brent else len(points)
     out.mkdir(parents=True, exist_ok=True)
     done = bars(quiet)("Tune", most, "point")
     with tempfile.TemporaryDirectory(prefix=".work-", dir=out) as work:
-        model = MovingModel(recipe, Path(work), partial(load_model, evaluation))
+        model = moving_model(recipe, Path(work), partial(load_model, evaluation))
 
         def mean(point: float, control: bool = False) -> float:
             if point not in tuned.points:
-                lm = model.at(point)
-                tuned.points[point] = score(lm, tuned.tasks, evaluation.chat_template)
+                scores = score(model(point), tuned.tasks, evaluation.chat_template)
+                tuned.points[point] = scores
                 tuned.write(out)
                 done(1, f"{recipe.key} {point:g}")
             return tuned.mean(point, control).value * (-1 if True in lower else 1)
 
-        if negation:
-            control = partial(mean, control=True)
-            tuned.best = search.most_forgotten(points, mean, control, keep)
-        elif brent:
-            tuned.best = search.brent(points[0], points[-1], step, mean)
+        if brent:
+            tuned.best = search.brent(points, mean)
+            if len(tuned.points) < most:
+                done(0, last=True)
+        elif not negation:
+            tuned.best = search.best({point: mean(point) for point in points})
+        elif mean(0.0, control=True) <= 0:
+            raise UserError("--control: the score is 0 at alpha 0 already: nothing to keep")
         else:
-            tuned.best, _ = search.grid(points, mean)
-        if len(tuned.points) < most:  # Brent's search may end sooner
-            done(0, last=True)
+            targets, kept = ({p: mean(p, control) for p in points} for control in (False, True))
+            tuned.best = search.most_forgotten(targets, kept, keep)
     tuned.write(out)
     return tuned
 
@@ -122,32 +125,31 @@ def report(tuned: Tuned, out: Path) -> list[str]:
     if rest := {task.name: task.left_to_test for task in tuned.tasks if task.left_to_test}:
         (out / "test_samples.json").write_text(json.dumps(rest) + "\n")
         lines.append("test_samples.json has the items that did not choose, for the test")
-    if find_spec("matplotlib"):
-        _draw(tuned, out / "curve.png")
+    if can_draw():
+        (out / "curve.png").write_bytes(rendered(partial(_figure, tuned), "png"))
     return lines
 
 
-def _draw(tuned: Tuned, path: Path) -> None:
+def _figure(tuned: Tuned) -> Figure:
     """A line for each task with its name at its end, and the mean with its standard error."""
-    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes, points = figure.add_subplot(), sorted(tuned.points)
+    figure, points = Figure(figsize=(8, 5), layout="constrained"), sorted(tuned.points)
+    title = f"best: {tuned.best:g}"
+    axes = figure.add_subplot(xlabel=tuned.recipe.key, ylabel="score", title=title)
     means = [tuned.mean(point) for point in points]
     values, errors = [mean.value for mean in means], [mean.stderr or 0.0 for mean in means]
     axes.errorbar(points, values, errors, fmt="o-", color="black", linewidth=2, elinewidth=0.8)
-    ends: list[tuple[float, str, Any]] = [(values[-1], "mean", "black")]
+    ends = [(values[-1], "mean", "black")]
     for number, task in enumerate(tuned.tasks):
-        colour = colormaps["tab10"](number % 10)
         values = [tuned.points[point][task.name].value for point in points]
-        axes.plot(points, values, "--" if task.control else "-", color=colour)
-        ends.append((values[-1], task.name, colour))
+        axes.plot(points, values, "--" if task.control else "-", color=f"C{number}")
+        ends.append((values[-1], task.name, f"C{number}"))
     (low, high), place = axes.get_ylim(), -math.inf
-    for end, name, colour in sorted(ends, key=lambda each: each[0]):
+    for end, name, colour in sorted(ends):
         place = max(end, place + (high - low) / 30)  # a line of text above the one below
-        at = axes.get_yaxis_transform()
-        axes.text(1.01, place, name, color=colour, transform=at, va="center", parse_math=False)
+        axes.text(
+            1.01, place, name, color=colour, transform=axes.get_yaxis_transform(), va="center"
+        )
     axes.axvline(tuned.best, color="gray", linestyle=":")
-    axes.set(xlabel=tuned.recipe.key, ylabel="score", title=f"best: {tuned.best:g}")
-    figure.savefig(path, dpi=150)
+    return figure

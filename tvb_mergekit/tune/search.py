@@ -9,20 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from scipy.optimize import minimize_scalar
 
-from tvb_mergekit.core.settings import MATRIX_METHODS
 from tvb_mergekit.errors import UserError
 
 DIGITS = 9  # of a score; the rest is rounding
 MOST = 1000  # points of a grid
 BRENT = 20  # points at most of Brent's search: about 9 for a fortieth of the interval
 
+PAPER = "0:1:0.05"
 # The best lambda of merges of matrices was 0.2 to 2.8 in our benchmarks; a step costs few percent.
-WIDE = "0,0.1,0.14,0.2,0.3,0.45,0.65,1,1.4,2,2.8,4"
 # Iso-C over adapters wanted 16: it spreads the mean of r values over the few directions they have.
-FURTHER = ",5.6,8,11,16,22"
+WIDE = "0,0.1,0.14,0.2,0.3,0.45,0.65,1,1.4,2,2.8,4"
+GRIDS = {"basis_iso": f"{WIDE},5.6,8,11,16,22", "basis_tsvm": WIDE, "basis_wudi": WIDE}
 Score = Callable[[float], float]
 
 
@@ -46,15 +47,6 @@ def mean(estimates: Iterable[Estimate]) -> Estimate:
     return Estimate(value, math.hypot(*errors) / len(every) if known else None)
 
 
-def default_grid(method: str, ends: bool = False) -> str:
-    """The grid of a merge method, or only its limits and its precision, for `brent`."""
-    if method not in MATRIX_METHODS:
-        return "0:1:0.05"  # the paper's
-    if ends:
-        return "0:4:0.2"
-    return WIDE + (FURTHER if method == "basis_iso" else "")
-
-
 def grid_points(text: str) -> list[float]:
     """Read `START:STOP:STEP`, both ends included, or numbers with commas; sorted."""
     try:
@@ -76,39 +68,32 @@ def best(scores: Mapping[float, float]) -> float:
     return max(scores, key=lambda point: (round(scores[point], DIGITS), -point))
 
 
-def grid(points: Sequence[float], score: Score) -> tuple[float, list[float]]:
-    """The best point of a grid, and the scores of all."""
-    found = {point: score(point) for point in points}
-    return best(found), [*found.values()]
-
-
-def most_forgotten(points: Sequence[float], target: Score, control: Score, keep: float) -> float:
+def most_forgotten(
+    targets: Mapping[float, float], controls: Mapping[float, float], keep: float
+) -> float:
     """The point with the smallest target score among those that keep the control score.
 
-    The paper's rule (appendix, "Hyperparameters and Metrics"), there with 0.95 and 21 points.
-    The control score is asked for only until a point keeps the share `keep` of its value at 0.
+    The paper's rule (appendix, "Hyperparameters and Metrics"), there with 0.95 and 21 points: to
+    keep is to have the share `keep` of the control score at 0.
     """
-    if control(0.0) <= 0:
-        raise UserError("--control: the score is 0 at alpha 0 already: nothing to keep")
-    least = round(keep * control(0.0), DIGITS)
-    targets = {point: round(target(point), DIGITS) for point in points}
-    for point in sorted(targets, key=lambda point: (targets[point], point)):
-        if round(control(point), DIGITS) >= least:
-            return point
-    raise UserError(f"no point keeps {keep:g} of the control score at 0: add smaller points")
+    least = round(keep * controls[0.0], DIGITS)
+    keeping = [point for point in targets if round(controls[point], DIGITS) >= least]
+    return min(keeping, key=lambda point: (round(targets[point], DIGITS), point))
 
 
-def brent(low: float, high: float, tolerance: float, score: Score) -> float:
-    """The best point of Brent's bounded search for the maximum of a score with one peak."""
-    decimals = 3 - math.floor(math.log10(tolerance))  # nobody wants to read more
+def brent(points: Sequence[float], score: Score) -> float:
+    """The best point of Brent's bounded search for the maximum of a score with one peak.
+
+    From the first to the last of the points, to half of their smallest step.
+    """
     scores: dict[float, float] = {}
 
     def loss(point: float) -> float:
-        point = round(float(point), decimals)
-        if point not in scores:
-            scores[point] = round(score(point), DIGITS)
+        point = float(f"{point:.4g}")  # nobody wants to read more
+        scores[point] = round(score(point), DIGITS)
         return -scores[point]
 
-    options = {"xatol": tolerance, "maxiter": BRENT}
-    minimize_scalar(loss, bounds=(low, high), method="bounded", options=options)
+    step = min(after - before for before, after in pairwise(points))
+    options = {"xatol": step / 2, "maxiter": BRENT}
+    minimize_scalar(loss, bounds=(points[0], points[-1]), method="bounded", options=options)
     return best(scores)

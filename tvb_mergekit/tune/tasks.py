@@ -7,17 +7,15 @@ a seeded part of the scored split is used, and the rest is left to the test.
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import random
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
-
-import tqdm
 
 from tvb_mergekit.errors import UserError, hint, one_line
 from tvb_mergekit.tune.search import Estimate
@@ -89,9 +87,11 @@ def load_tasks(
             known = hint(name, manager.all_tasks)
             raise UserError(f"lm-eval knows no task {name}{known}; your own need --include-path")
     try:
-        with _without_bars():
-            some = manager.load(manager.match_tasks([*targets]))["tasks"]
-            others = manager.load(manager.match_tasks([*controls]))["tasks"]
+        with redirect_stderr(io.StringIO()):  # bars, here and below, which no option hides
+            some, others = (
+                manager.load(manager.match_tasks([*names]))["tasks"]
+                for names in (targets, controls)
+            )
     except Exception as error:  # a task's own code: data sets, network, anything
         raise UserError(f"lm-eval cannot load the tasks: {one_line(error):.300}") from error
     if twice := some.keys() & others.keys():
@@ -163,7 +163,7 @@ def score(lm: Any, tasks: Sequence[EvalTask], chat_template: bool) -> dict[str, 
     torch.manual_seed(1234)
     for task in tasks:
         task.loaded.set_fewshot_seed(seed=1234)
-    with _without_bars():
+    with redirect_stderr(io.StringIO()):
         found = evaluate(
             lm=lm,
             task_dict={"tasks": {task.name: task.loaded for task in tasks}},
@@ -184,13 +184,3 @@ def _estimate(task: EvalTask, results: Mapping[str, Any]) -> Estimate:
         raise UserError(f"task {task.name} gave no number for {task.metric}: {value!r}")
     known = isinstance(stderr, int | float) and math.isfinite(stderr)
     return Estimate(float(value), stderr if known else None)
-
-
-def _without_bars() -> AbstractContextManager[object]:
-    """Hide lm-eval's bars for each task and point, which no option hides."""
-    usual = tqdm.tqdm.__init__
-
-    def hidden(bar: Any, *args: Any, **options: Any) -> None:
-        usual(bar, *args, **options | {"disable": True})
-
-    return mock.patch.object(tqdm.tqdm, "__init__", hidden)
