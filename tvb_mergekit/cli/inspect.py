@@ -23,9 +23,7 @@ from tvb_mergekit.tables import Sheet, matrix, printable, shortened, show
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from torch import Tensor
 
-WIDE = 12  # tasks beyond which a line stands for a T x T table
 UNKNOWN = "not known: no Gram matrix of all tasks is (after compression, or in a merge without G)"
 
 
@@ -37,7 +35,8 @@ def print_inspection(found: Inspection, console: Console) -> None:
     show(_remarks(found), console)
     cosines, encoder = found.cosines, found.tensors.get("encoder")
     parts = [_tasks(found, names)]
-    parts.append(f"Cosines: {UNKNOWN}" if cosines is None else _cosines(names, cosines))
+    title, numbers = "Cosines between the task vectors", [] if cosines is None else cosines.tolist()
+    parts.append(matrix(title, names, names, numbers) if numbers else f"Cosines: {UNKNOWN}")
     if encoder is not None and not found.facts.whole:
         heads = [f"B{m}" for m in range(encoder.shape[1])]
         parts.append(matrix("Encoder weights", names, heads, encoder.tolist()))
@@ -71,15 +70,6 @@ def size_line(found: Inspection) -> str:
     saved = found.sizes["models"] - found.sizes["store"]
     more = f"{megabytes(abs(saved))} {'less' if saved >= 0 else 'more'} than the models"
     return f"{megabytes(found.sizes['store'])}, {more}"
-
-
-def _cosines(names: Sequence[str], values: Tensor) -> Sheet | str:
-    """The cosines [T, T] as a table; of many tasks the least and the largest, in a line."""
-    if len(names) <= WIDE:
-        return matrix("Cosines between the task vectors", names, names, values.tolist())
-    pairs = [(float(values[i, j]), i, j) for i in range(len(names)) for j in range(i)]
-    ends = [f"{value:.3f} ({names[i]}, {names[j]})" for value, i, j in (min(pairs), max(pairs))]
-    return f"Cosines between the {len(names)} task vectors: {' to '.join(ends)}"
 
 
 def _remarks(found: Inspection) -> list[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tvb_mergekit import hub
-from tvb_mergekit.errors import UserError, hint, refusing, unwinding
+from tvb_mergekit.errors import UserError, check_known, refusing, unwinding
 from tvb_mergekit.progress import bars, logging_above_bars, phase
 from tvb_mergekit.store import STORE
 from tvb_mergekit.tensors import ranks
@@ -215,10 +215,8 @@ def document_of(recipe: str, method: str | None, base: str | None) -> Document:
 
     bases = load(recipe)
     known = templates(bases.facts, os.path.abspath(recipe), open_base_of(bases, base)[0])
-    if method not in known:
-        near = hint(method, known) if method else ""
-        raise UserError(f"{recipe} is a store: --method is one of {', '.join(known)}{near}")
+    check_known(method or "", known, f"{recipe} is a store: --method {method or 'is missing'}")
     import_mergekit()
     from tvb_mergekit.plugin.document import from_mapping
 
-    return from_mapping(known[method])
+    return from_mapping(known[str(method)])
