@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import formats
 import numpy as np
 import pytest
 import torch
+import worlds
 from commands import contents, tvb
 from formats import same
 from hypothesis import example, given, settings
@@ -23,19 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny import TASKS, as_bin, llama, load
 from torch import Tensor
-from worlds import (
-    EMBEDDING,
-    HEAD,
-    Models,
-    State,
-    adapters,
-    configure,
-    hub,
-    one_untied,
-    other_order,
-    save,
-    tensors_of,
-)
+from worlds import EMBEDDING, HEAD, TIED, Models, State, configure, hub, save, tensors_of
 
 import tvb_mergekit
 from tvb_mergekit.core.methods.wudi import interference_free
@@ -47,7 +36,6 @@ from tvb_mergekit.tensors.stream import Item, Part, StateDict
 
 FOUR = TASKS[:4]
 ONE_LAYER = partial(llama, num_hidden_layers=1)
-TIED = partial(llama, tie_word_embeddings=True)
 SHARE = 0.25
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUERY, LINEAR = {"target_modules": ["q_proj", "up_proj"]}, {"r": 3}
@@ -56,6 +44,10 @@ ATTENTION = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "use_rs
 
 def models(dtype: str, folder: Path, make: Callable[[], Any] = ONE_LAYER, **more: Any) -> Models:
     return hub(make, folder, dtypes=(DTYPES[dtype],), scale=0.002, **{"tasks": FOUR, **more})
+
+
+def adapters(folder: Path) -> Models:
+    return worlds.adapters(folder, (QUERY, ATTENTION, LINEAR, QUERY), ONE_LAYER, FOUR)
 
 
 def mixed(folder: Path) -> Models:
@@ -71,27 +63,15 @@ def mixed(folder: Path) -> Models:
     return made
 
 
-@dataclass(frozen=True)
-class Form:
-    """Four models, how a store of them is built, and the codec of each vector."""
-
-    make: Callable[[Path], Models]
-    words: tuple[str, ...]
-    codecs: Sequence[str]
-
-
-FORMS = {
-    "dense, float32": Form(partial(models, "float32"), (), ["dense"] * 4),
-    "dense, bfloat16": Form(partial(models, "bfloat16"), ("--dtype", "bfloat16"), ["dense"] * 4),
-    "lossless, bfloat16": Form(partial(models, "bfloat16"), ("--lossless",), ["lossless"] * 4),
-    "lossless, float16": Form(partial(models, "float16"), (), ["lossless"] * 4),
-    "sampled": Form(partial(models, "bfloat16"), ("--keep", str(SHARE)), ["sampled"] * 4),
-    "adapters": Form(
-        partial(adapters, configs=(QUERY, ATTENTION, LINEAR, QUERY), make=ONE_LAYER, tasks=FOUR),
-        (),
-        ["adapter"] * 4,
-    ),
-    "mixed": Form(mixed, (), ["lossless", "adapter", "dense", "lossless"]),
+# Form -> four models, how a store of them is built, and the codecs of its vectors
+FORMS: dict[str, tuple[Callable[[Path], Models], tuple[str, ...], list[str]]] = {
+    "dense, float32": (partial(models, "float32"), (), ["dense"] * 4),
+    "dense, bfloat16": (partial(models, "bfloat16"), ("--dtype", "bfloat16"), ["dense"] * 4),
+    "lossless, bfloat16": (partial(models, "bfloat16"), ("--lossless",), ["lossless"] * 4),
+    "lossless, float16": (partial(models, "float16"), (), ["lossless"] * 4),
+    "sampled": (partial(models, "bfloat16"), ("--keep", str(SHARE)), ["sampled"] * 4),
+    "adapters": (adapters, (), ["adapter"] * 4),
+    "mixed": (mixed, (), ["lossless", "adapter", "dense", "lossless"]),
 }
 OWN = {0: {"weight": 2.0}, 3: {"weight": -3.0}}
 WEIGHTS = torch.tensor([2.0, 1.0, 1.0, -3.0], dtype=torch.float64)
@@ -141,7 +121,7 @@ def by_the_format(store: Path, each: Any, made: Models, number: int) -> State | 
 
 def others(folder: Path) -> dict[str, bytes]:
     """The files of a model that are not weights, nor a model card."""
-    weights = (".safetensors", ".index.json", "README.md")
+    weights = (".safetensors", ".bin", ".index.json", "README.md")
     files = (f for f in folder.iterdir() if f.is_file() and not f.name.endswith(weights))
     return {f.name: f.read_bytes() for f in files}
 
@@ -174,11 +154,11 @@ def check_export(made: Models, number: int, delta: State, codec: str, out: Path)
 @pytest.mark.parametrize("case", FORMS)
 def test_vectors_come_back(case: str, tmp_path: Path, monkeypatch: Any) -> None:
     """By the library and by the format; exports, also after store and base have moved together."""
-    form, here = FORMS[case], tmp_path / "here"
-    made = form.make(here / "in")
-    bases = build(made, here / "store", form.words, FOUR)
+    (make, words, codecs), here = FORMS[case], tmp_path / "here"
+    made = make(here / "in")
+    bases = build(made, here / "store", words, FOUR)
     facts, names, base = bases.facts, bases.facts.tensors, made.states[0]
-    assert [each.codec for each in facts.vectors] == form.codecs and facts.tasks == list(FOUR)
+    assert [each.codec for each in facts.vectors] == codecs and facts.tasks == list(FOUR)
     assert set(names) == base.keys() - made.copied
     taus = torch.stack([tau_of(made, k, names) for k in range(4)]) * WEIGHTS[:, None]
     torch.testing.assert_close(bases.tensors["gram"], taus @ taus.T, rtol=1e-5, atol=1e-7)
@@ -237,18 +217,18 @@ def alike(found: Bases, want: Bases, base: State) -> None:
 @pytest.mark.parametrize("case", FORMS)
 def test_a_task_joins_leaves_and_comes_back(case: str, tmp_path: Path) -> None:
     """As if the store had been built so; then they all go over to Algorithm 1."""
-    form, store = FORMS[case], tmp_path / "store"
-    made = form.make(tmp_path / "in")
+    (make, how, _), store = FORMS[case], tmp_path / "store"
+    made = make(tmp_path / "in")
     base = made.states[0]
-    build(made, store, form.words, FOUR[:3])
+    build(made, store, how, FOUR[:3])
     (store / "vectors" / "mine.txt").touch()
     words = ("--task", "chat", "--weight", -3, "--quiet")
     tvb("add", store, made.listed[3], *words)
-    grown, whole = stores.load(store), build(made, tmp_path / "four", form.words, FOUR)
+    grown, whole = stores.load(store), build(made, tmp_path / "four", how, FOUR)
     alike(grown, whole, base)
     tvb("remove", store, "--task", "code")
     rest = ["math", "safety", "chat"]
-    small = build(made, tmp_path / "rest", form.words, rest)
+    small = build(made, tmp_path / "rest", how, rest)
     if case != "adapters":  # whose store has the tensors that any of its adapters changed
         alike(stores.load(store), small, base)
     for tasks in (list(FOUR), rest, list(FOUR)):
@@ -355,9 +335,9 @@ COPIES: dict[str, tuple[Callable[[Path], Models], dict[str, Any]]] = {
     "shards": (partial(models, "bfloat16", max_shard_size="30KB"), {}),
     "tied": (partial(models, "bfloat16", make=TIED), {}),
     "tied, twice in one": (tied_twice, {}),
-    "untied in one": (partial(one_untied, **BF16), {"exclude": HEAD}),
+    "untied in one": (partial(worlds.one_untied, **BF16), {"exclude": HEAD}),
     "more tokens": (more_tokens, {"exclude": "embed_tokens|lm_head"}),
-    "other order": (partial(other_order, **BF16), {"extra": {"tokenizer_source": "base"}}),
+    "other order": (partial(worlds.other_order, **BF16), {"extra": {"tokenizer_source": "base"}}),
     "many models": (partial(models, "bfloat16", tasks=[f"task{n}" for n in range(14)]), {}),
     "in PyTorch's format": (pickled, {}),
 }
@@ -368,21 +348,17 @@ def test_exports_are_the_models(case: str, tmp_path: Path) -> None:
     """Every tensor and every other file; what differs from the base is kept once."""
     make, keys = COPIES[case]
     made, store = make(tmp_path / "in"), tmp_path / "store"
-    tasks, states = made.tasks, [load(Path(model)) for model in made.listed]
     made.build(store, "--lossless", own={0: {"weight": -2.0}}, **keys)
     tvb("export", store, tmp_path / "all", "--all", "--quiet")
     base = others(made.base)
-    for task, model, want in zip(tasks, map(Path, made.listed), states, strict=True):
-        out = tmp_path / "all" / task
-        found = load(out)
-        assert found.keys() == want.keys() and all(same(found[n], t) for n, t in want.items())
-        kept = {n: b for n, b in others(model).items() if ".bin" not in n}
-        assert others(out) == kept
+    for task, model in made.models.items():
+        check_copy(model, tmp_path / "all" / task)
         files = {path.name for path in (store / "files" / f"{task}-1").iterdir()}
-        own = {name for name, text in kept.items() if base.get(name) != text}
+        own = {name for name, text in others(model).items() if base.get(name) != text}
         assert files - {"rest.safetensors"} == own | {"original.json"}
-    tvb("export", store, tmp_path / "32", "--task", tasks[0], "--dtype", "float32")
-    assert all(same(t, states[0][n].float()) for n, t in load(tmp_path / "32").items())
+    tvb("export", store, tmp_path / "32", "--task", made.tasks[0], "--dtype", "float32")
+    first = load(Path(made.listed[0]))
+    assert all(same(t, first[n].float()) for n, t in load(tmp_path / "32").items())
     assert json.loads((tmp_path / "32" / "config.json").read_text())["dtype"] == "float32"
 
 

@@ -133,14 +133,18 @@ def in_process(words: list[str], parsed: bool = False) -> None:
         assert done.exit_code == 0, (words, done.output, done.exc_info)
 
 
-def run(words: list[str], slow: bool, folder: Path) -> None:
+def run(words: list[str], slow: bool, folder: Path) -> str:
+    """Run or parse a command; what an installed one printed."""
     line = shlex.join(words)
     never = any(re.match(each, line) for each in NEVER)
     if slow and not never:
         env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        subprocess.run([BIN / words[0], *words[1:]], cwd=folder, env=env, check=True, timeout=600)
-    else:
-        in_process(words, parsed=never or re.match(SLOW, line) is not None)
+        command: list[Any] = [BIN / words[0], *words[1:]]
+        done = subprocess.run(command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE)
+        assert done.returncode == 0, line
+        return done.stdout
+    in_process(words, parsed=never or re.match(SLOW, line) is not None)
+    return ""
 
 
 def names_of(folder: Path, page: str) -> dict[str, Any]:
@@ -162,18 +166,23 @@ def test_a_page_as_it_is_typed(page, slow, prepared, tmp_path, monkeypatch):
     if page == "docs/merge.md":  # it cuts layers
         make_models(folder, NAMES[:3], num_hidden_layers=32)
     monkeypatch.chdir(folder)
-    names = names_of(folder, page)
+    names, said = names_of(folder, page), ""
     for words in typed(PAGES[page], folder):
         in_process(words)
     for number, (kind, block) in enumerate(re.findall(r"^```(\w+)\n(.*?)^```", text, re.M | re.S)):
         if kind == "bash":
             for words in typed(block, folder):
-                run(words, slow, folder)
+                said += run(words, slow, folder)
         elif kind == "python":
             exec(block, names)
         elif "merge_method" in block:
             (folder / f"{number}.yml").write_text(block)
             in_process(["mergekit-yaml", f"{number}.yml", f"out-{number}"])
+    if slow and page == "README.md":
+        (score,) = re.findall(r"^\|quickstart\|.*\|([\d.]+)\|±", said, re.M)
+        table = (ROOT / "recipes/README.md").read_text()
+        (told,) = re.findall(r"^\| quickstart\.yml \| ([\d.]+) ", table, re.M)
+        assert float(score) == pytest.approx(float(told), abs=0.01)
 
 
 def test_every_block_is_typed() -> None:

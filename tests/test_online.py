@@ -333,14 +333,3 @@ def test_a_lambda_of_bases_keeps_its_meaning_when_the_store_grows(given, tmp_pat
         merged = merge({**ready(store, "add"), "dtype": "float32"}, tmp_path / "add").tensors
         expected = dense.theta + 0.2 * dense.tau.sum(axis=1)
         assert_close(merged, dense.split(expected), made.states[0], strict=1e-5)
-
-
-def test_a_tensor_that_the_store_has_tied_must_not_be_trained_on_its_own() -> None:
-    torch.manual_seed(0)
-    embed = torch.randn(9, 5)
-    moved = [embed + 0.1 * torch.randn(9, 5) for _ in range(2)]
-    base, *tied = ({"embed": each, "head": each} for each in (embed, *moved))
-    bases = tvb.build(base, {"a": tied[0], "b": tied[1]}, basis="none")
-    own = {"embed": moved[0] + 0.1, "head": moved[1] - 0.1}
-    with pytest.raises(tvb.UserError, match=r"`head`.*the same tensor as embed"):
-        tvb.add(bases, base, own, "c", budget=3)

@@ -23,9 +23,9 @@ from commands import (
     write,
 )
 from reference import Dense, merged
-from test_codecs import adapters, models, vector
+from test_codecs import models, vector
 from tiny import TASKS, llama, load
-from worlds import Models, World, save, tensors_of
+from worlds import Models, World, adapters, save, tensors_of
 
 import tvb_mergekit
 from tvb_mergekit.store import store as stores
