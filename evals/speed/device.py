@@ -1,27 +1,31 @@
 #!/usr/bin/env python
-"""Time merges on a GPU: whole commands, and each stage of a pass alone.
+"""Time whole commands in turn, ours and mergekit's own, and each stage of a pass alone.
 
-    python evals/speed/device.py                                     # 8 models of 1.3 GB, 9 minutes
-    python evals/speed/device.py --device cpu --megabytes 20 --minutes 3
+    python evals/speed/device.py                       # on a GPU: 8 models of 1.3 GB, 9 minutes
+    python evals/speed/device.py --device cpu --megabytes 800 --minutes 60 --only addition
 
-Writes OUT/device.json after each measurement, and prints one table. See README.md.
+Writes WORK/device.json after each measurement, and prints two tables. See README.md.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import models
 import torch
-from compare import AE, BALANCED, MERGEKIT, THEIRS, TIES, TVB, recipe, run
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -33,43 +37,77 @@ from tvb_mergekit.tensors.passes import PIECE, gram_pass
 from tvb_mergekit.tensors.stream import Engine
 from tvb_mergekit.tensors.taskset import match
 
-NONE = {"basis": "none"}
-# Row -> method, parameters of the merge, those of each model. mergekit's own stand last.
-MERGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+Merge = tuple[str, dict[str, Any], dict[str, Any]]  # method, its keys, and those of each model
+NONE, WUDI = {"basis": "none"}, {"basis": "none", "flow_time": 30}
+BALANCED = {"basis": "balanced", "basis_ratio": 0.5, "lambda": 0.4, "lambda_scale": "tasks"}
+THEIRS = {"lambda": 0.4, "normalize": False}
+MERGES: dict[str, Merge] = {
     "addition": ("basis_ta", BALANCED, {}),
-    "two passes": ("basis_ta", AE, {}),
-    "TIES": ("basis_ties", TIES, {}),
+    "two passes": ("basis_ta", BALANCED | {"basis": "ae"}, {}),
+    "TIES": ("basis_ties", BALANCED | {"lambda_scale": "bases", "density": 0.2}, {}),
     "Iso-C": ("basis_iso", BALANCED | {"lambda": 1.0}, {}),
-    "WUDI": ("basis_wudi", NONE | {"flow_time": 30}, {}),
+    "WUDI": ("basis_wudi", WUDI, {}),
     "mergekit's task_arithmetic": ("task_arithmetic", THEIRS, {"weight": 1.0}),
     "mergekit's ties": ("ties", THEIRS, {"weight": 1.0, "density": 0.2}),
 }
-RANK = 16
+# Row -> the row that it is compared with, round by round
+BESIDE = dict.fromkeys(("addition", "two passes"), "mergekit's task_arithmetic")
+BESIDE |= {"TIES": "mergekit's ties", "merge of a lossless store": "merge of its models"}
+ROWS = (*MERGES, "build of bases", "build, lossless", "merge of a lossless store",
+        "merge of its models", "merge of adapters")  # fmt: skip
+STARTS = ("start", "start of mergekit alone")
+MERGEKIT = str(Path(sys.executable).parent / "mergekit-yaml")
+TVB = [sys.executable, "-m", "tvb_mergekit"]
+RANK = 16  # of adapters
 
 
-def commands(folder: Path, tasks: int, place: Path) -> Iterator[tuple[str, list[Any], bool]]:
-    """Each row's title, its command without a device, and whether the package is on."""
-    yield "start", [MERGEKIT, "--help"], True
-    yield "start of mergekit alone", [MERGEKIT, "--help"], False
+def run(command: Sequence[str | Path], work: Path, ours: bool) -> tuple[float, float]:
+    """Run a command, without this package unless it is ours: seconds, and MB that the kernel cannot
+    reclaim (RssAnon) at the most."""
+    env = os.environ | {"HF_HUB_OFFLINE": "1"} | ({} if ours else {"TVB_MERGEKIT_DISABLE": "1"})
+    shutil.rmtree(work / "out", ignore_errors=True)
+    os.sync()  # the last command's output must not be written during this one
+    peak, log = 0, work / "log"
+    with log.open("wb") as file:
+        began = time.perf_counter()
+        child = subprocess.Popen([*map(str, command)], env=env, stdout=file, stderr=file)
+        while child.poll() is None:
+            status = Path(f"/proc/{child.pid}/status").read_text()
+            found = re.search(r"RssAnon:\s*(\d+) kB", status)
+            peak = max(peak, int(found[1]) if found else 0)
+            time.sleep(0.01)  # a shorter peak of memory may be missed
+    if child.returncode:
+        raise click.ClickException(f"{' '.join(map(str, command))}:\n{log.read_text()[-2000:]}")
+    return time.perf_counter() - began, peak * 1024 / 1e6
+
+
+def recipe(file: Path, base: Path, listed: Sequence[str], merge: Merge) -> Path:
+    method, parameters, each = merge
+    every = [{"model": name, "parameters": each} for name in listed]
+    document = {"merge_method": method, "base_model": str(base), "models": every}
+    file.write_text(yaml.safe_dump(document | {"parameters": parameters, "dtype": "bfloat16"}))
+    return file
+
+
+def commands(folder: Path, tasks: int, place: Path) -> Iterator[tuple[str, list[Any]]]:
+    """Each row's title and its command without a device."""
+    base, every = folder / "base", [str(folder / f"task-{number}") for number in range(tasks)]
+    yield from ((title, [MERGEKIT, "--help"]) for title in STARTS)
     for title, merge in MERGES.items():
-        file, ours = recipe(place / f"{len(title)}.yml", folder, tasks, merge), merge in OURS
-        yield title, [MERGEKIT, file, place / "out", "--no-copy-tokenizer"], ours
-    every = recipe(place / "all.yml", folder, tasks, ("basis_ta", NONE, {}))
-    bases = recipe(place / "bases.yml", folder, tasks, ("basis_ta", BALANCED, {}))
-    yield "build of bases", [*TVB, "build", bases, place / "out"], True
-    yield "build, lossless", [*TVB, "build", every, place / "out", "--lossless"], True
+        file = recipe(place / f"{len(title)}.yml", base, every, merge)
+        yield title, [MERGEKIT, file, place / "out", "--no-copy-tokenizer"]
+    whole = recipe(place / "all.yml", base, every, ("basis_ta", NONE, {}))
+    bases = recipe(place / "bases.yml", base, every, ("basis_ta", BALANCED, {}))
+    yield "build of bases", [*TVB, "build", bases, place / "out"]
+    yield "build, lossless", [*TVB, "build", whole, place / "out", "--lossless"]
+    store = [place / "store", place / "out", "--method", "add"]
+    yield "merge of a lossless store", [*TVB, "merge", *store]
+    yield "merge of its models", [*TVB, "merge", whole, place / "out"]
     for number in range(tasks):
-        adapter(folder / "base", place / f"lora-{number}", number)
-    listed = [f"{folder / 'base'}+{place / f'lora-{number}'}" for number in range(tasks)]
-    words = "\n".join(f"  - model: {name}" for name in listed)
-    (place / "lora.yml").write_text(
-        f"merge_method: basis_wudi\nbase_model: {folder / 'base'}\nmodels:\n{words}\n"
-        "parameters: {basis: none, flow_time: 30}\ndtype: bfloat16\n"
-    )
-    yield "merge of adapters", [*TVB, "merge", place / "lora.yml", place / "out", "--lora"], True
-
-
-OURS = [merge for merge in MERGES.values() if merge[0].startswith("basis_")]
+        adapter(base, place / f"lora-{number}", number)
+    adapters = [f"{base}+{place / f'lora-{number}'}" for number in range(tasks)]
+    lora = recipe(place / "lora.yml", base, adapters, ("basis_wudi", WUDI, {}))
+    yield "merge of adapters", [*TVB, "merge", lora, place / "out", "--lora"]
 
 
 def adapter(base: Path, folder: Path, seed: int) -> None:
@@ -150,10 +188,10 @@ def live(folder: Path, store: Path, device: torch.device) -> dict[str, float]:
     prompt = torch.randint(model.config.vocab_size, (1, 100), device=device)
     found = {
         "attach().use(), s": seconds(lambda: attached.use(next(tasks)), device),
+        "attach().reset(), s": seconds(attached.reset, device),
         "a plain copy, s": seconds(lambda: model.load_state_dict(other), device),
         "a pass over 100 tokens, s": seconds(lambda: model(prompt), device),
     }
-    attached.reset()
     attached.route()
     choose = attached.router.choose
     return found | {"choosing their task, s": seconds(lambda: choose(input_ids=prompt), device)}
@@ -167,16 +205,21 @@ def different(first: Path, second: Path) -> float:
 
 
 @click.command(epilog="Example: python evals/speed/device.py --device cpu --megabytes 20")
-@click.option("--device", default="cuda", show_default=True)
+@click.option("--device", default="cuda", show_default=True, help="On a GPU the CPU follows.")
 @click.option("--work", type=click.Path(path_type=Path), default="speed-work", show_default=True,
               help="Folder of models, outputs and device.json.")  # fmt: skip
 @click.option("--megabytes", default=1300, show_default=True, help="Size of each model, about.")
 @click.option("--tasks", default=8, show_default=True)
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--minutes", default=9.0, show_default=True, help="After these no command begins.")
-def main(device: str, work: Path, megabytes: int, tasks: int, rounds: int, minutes: float) -> None:
+@click.option("--only", multiple=True, type=click.Choice(ROWS), help="Rows; default: all.")
+def main(
+    device: str, work: Path, megabytes: int, tasks: int, rounds: int, minutes: float,
+    only: tuple[str, ...],
+) -> None:  # fmt: skip
     """Time merges on a device beside the CPU and beside mergekit's own methods there."""
     end, gpu = time.monotonic() + 60 * minutes, torch.device(device)
+    wanted = {*STARTS, *only, *(BESIDE.get(row, row) for row in only)} if only else {*STARTS, *ROWS}
     folder = models.ensure(work.resolve(), tasks, megabytes)
     card = torch.cuda.get_device_name(gpu) if gpu.type == "cuda" else "CPU"
     result: dict[str, Any] = {"device": card, "megabytes": megabytes, "tasks": tasks, "seconds": {}}
@@ -185,22 +228,26 @@ def main(device: str, work: Path, megabytes: int, tasks: int, rounds: int, minut
         place = Path(run_folder)
         for weights in folder.glob("*/*.safetensors"):
             weights.read_bytes()  # into the page cache
-        result["stages"] = stages(folder, tasks, gpu, place)
-        every = list(commands(folder, tasks, place))
+        result["stages"] = {} if only else stages(folder, tasks, gpu, place)
+        every = dict(commands(folder, tasks, place))
+        if "merge of a lossless store" in wanted:
+            run(every["build, lossless"], place, ours=True)
+            (place / "out").rename(place / "store")
+        if not only:
+            result["live"] = live(folder, place / "store", gpu)
         kinds = dict.fromkeys((device, "cpu"))  # all rows on the device first
         for number, kind in ((n, k) for k in kinds for n in range(rounds + (k == device))):
-            for title, command, ours in every:
-                if time.monotonic() > end or (title.startswith("mergekit's") and kind != device):
+            for title in (title for title in every if title in wanted):
+                theirs = "mergekit" in title
+                if time.monotonic() > end or (theirs and kind != device):
                     continue
-                words = [] if "start" in title else ["--device", kind]
-                took, memory = run([*command, *words], place, ours)
+                words = [] if title in STARTS else ["--device", kind]
+                took, memory = run([*every[title], *words], place, not theirs)
                 if number or kind != device:  # the first round is not counted
                     row = result["seconds"].setdefault(f"{title}, {kind}", [])
                     row.append([round(took, 2), round(memory)])
                 if title == "addition" and not (place / kind).exists():
                     (place / "out").rename(place / kind)
-                if title == "build, lossless" and "live" not in result:
-                    result["live"] = live(folder, place / "out", gpu)
                 file.write_text(json.dumps(result, indent=1))
         if len(kinds) > 1 and all((place / kind).exists() for kind in kinds):
             result["weights unlike the CPU's"] = different(place / device, place / "cpu")
@@ -210,22 +257,35 @@ def main(device: str, work: Path, megabytes: int, tasks: int, rounds: int, minut
 
 def table(result: dict[str, Any]) -> str:
     """Whole commands with the time net of the start, and the stages."""
-    middle = {
-        title: statistics.median(t for t, _ in runs) for title, runs in result["seconds"].items()
-    }
+    whole = {row: [took for took, _ in runs] for row, runs in result["seconds"].items()}
     lines = [
         f"{result['device']}, {result['tasks']} models of {result['megabytes']} MB", "",
-        "| command | s | net of the start | RssAnon, MB | runs |", "|---|--:|--:|--:|--:|",
+        "| command | s | net of the start | RssAnon, MB | runs | over mergekit's, or the models | "
+        "net |", "|---|--:|--:|--:|--:|--:|--:|",
     ]  # fmt: skip
-    for title, took in middle.items():
-        kind, runs = title.rpartition(", ")[2], result["seconds"][title]
-        begin = "start of mergekit alone" if title.startswith("mergekit's") else "start"
-        net = took - middle.get(f"{begin}, {kind}", took)
-        lines.append(
-            f"| {title} | {took:.1f} | {net:.1f} | {max(m for _, m in runs)} | {len(runs)} |"
-        )
+
+    def net(row: str) -> list[float]:
+        title, _, kind = row.rpartition(", ")
+        start = whole.get(f"{STARTS['mergekit' in title]}, {kind}", [])
+        return [took - begun for took, begun in zip(whole[row], start, strict=False)]
+
+    def ratio(ours: list[float], theirs: list[float]) -> str:
+        found = [one / other for one, other in zip(ours, theirs, strict=False)]
+        if not found:
+            return ""
+        return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+
+    for row, runs in result["seconds"].items():
+        title, _, kind = row.rpartition(", ")
+        other, ratios = f"{BESIDE.get(title)}, {kind}", ["", ""]
+        if other in whole:
+            ratios = [ratio(whole[row], whole[other]), ratio(net(row), net(other))]
+        middle, memory = statistics.median(whole[row]), max(memory for _, memory in runs)
+        beyond = f"{statistics.median(net(row)):.1f}" if net(row) else ""
+        lines.append(f"| {row} | {middle:.1f} | {beyond} | {memory} | {len(runs)} | "
+                     f"{' | '.join(ratios)} |")  # fmt: skip
     rest = {**result["stages"], **result.get("live", {})}
-    lines += ["", "| stage | GB/s, or as named |", "|---|--:|"]
+    lines += ["", "| stage | GB/s, or as named |", "|---|--:|"] if rest else []
     return "\n".join([*lines, *(f"| {name} | {value:.3g} |" for name, value in rest.items())])
 
 

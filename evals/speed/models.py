@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 SLACK = 2**20  # elements: the places in the noise buffer that a tensor may start at
-PIECE = 2**26  # elements: longer tensors repeat the noise
 
 
 def ensure(work: Path, tasks: int, megabytes: int, seed: int = 0) -> Path:
@@ -60,34 +59,25 @@ def shapes(hidden: int, vocabulary: int, layers: int) -> dict[str, tuple[int, ..
 
 def generate(folder: Path, tasks: int, megabytes: int, seed: int) -> None:
     """Write `folder`/base, `folder`/task-0 ... next to their place, then rename."""
-    size = architecture(megabytes)
-    tensors = shapes(*size)
+    hidden, vocabulary, layers = architecture(megabytes)
+    tensors = shapes(hidden, vocabulary, layers)
     random = torch.Generator().manual_seed(seed)
     largest = max(math.prod(shape) for shape in tensors.values())
-    noise = torch.randn(min(largest, PIECE) + SLACK, generator=random)
+    noise = torch.randn(largest + SLACK, generator=random)
     # One row for the shared direction and for each model; one column for each tensor
     places = torch.randint(SLACK, (2 + tasks, len(tensors)), generator=random)
     shared, base, *every = [dict(zip(tensors, row, strict=True)) for row in places.tolist()]
 
     def value(name: str, own: dict[str, int] | None) -> torch.Tensor:
-        numel = math.prod(tensors[name])
-        made = torch.empty(numel, dtype=torch.bfloat16)
-        for start in range(0, numel, PIECE):
-            count = min(PIECE, numel - start)
+        def cut(of: dict[str, int]) -> torch.Tensor:
+            return noise[of[name] : of[name] + math.prod(tensors[name])]
 
-            def cut(of: dict[str, int], start: int = start, count: int = count) -> torch.Tensor:
-                place = (of[name] + start) % SLACK
-                return noise[place : place + count]
-
-            # The task vector is added to the rounded base, as training would start from it
-            piece = (0.02 * cut(base)).bfloat16()
-            if own is not None:
-                delta = 4e-5 * cut(shared)  # the time of a lossless store depends on it
-                piece = piece.float().add_(delta.add_(4e-5 * cut(own))).bfloat16()
-            made[start : start + count] = piece
+        made = (0.02 * cut(base)).bfloat16()
+        if own is not None:  # added to the rounded base, as training would start from it
+            delta = 4e-5 * cut(shared)  # the time of a lossless store depends on it
+            made = made.float().add_(delta.add_(4e-5 * cut(own))).bfloat16()
         return made.view(tensors[name])
 
-    hidden, vocabulary, layers = size
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=hidden * 11 // 4, vocab_size=vocabulary,
         num_hidden_layers=layers, num_attention_heads=max(4, hidden // 64),
