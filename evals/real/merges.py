@@ -1,4 +1,4 @@
-"""Merges with the best coefficient on validation items: ours, mergekit's own, and controls.
+"""Merges with the best coefficient on validation items, and controls.
 
 A coefficient only multiplies what a merge adds to the base. So one merge with coefficient 1 gives
 the direction of the search.
@@ -6,18 +6,12 @@ the direction of the search.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
-from mergekit.config import MergeConfiguration
-from mergekit.merge import run_merge
-from mergekit.options import MergeOptions
-from safetensors.torch import load_file
 
 import tvb_mergekit
 from real.cells import Cell
@@ -51,14 +45,6 @@ MERGES = {
     "wudi_30_summed": Merge("WUDI, t = 30, others summed", "basis_wudi"),
     "wudi_30_left_out": Merge("WUDI, t = 30, others left out", "basis_wudi"),
 }  # fmt: skip
-THEIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the merge, and of each model
-    "task_arithmetic": ({"normalize": False}, {"weight": 1.0}),
-    "ties": ({"normalize": True}, {"weight": 1.0, "density": 0.2}),
-    "dare_ties": ({"normalize": True}, {"weight": 1.0, "density": 0.2}),
-    "breadcrumbs": ({"normalize": False}, {"weight": 1.0, "density": 0.9, "gamma": 0.01}),
-    "model_stock": ({}, {}),
-    "karcher": ({}, {}),
-}
 
 
 def reference(run: Run, cell: Cell) -> dict[str, Any]:
@@ -128,28 +114,3 @@ def climbed(grid: Sequence[float], score: Callable[[float], float], point: float
         if found == place:
             return grid[place]
         place = found
-
-
-def theirs(run: Run, cell: Cell) -> dict[str, Any]:
-    """A method of mergekit over all models, lambda searched along its way from the base."""
-    shared, each = THEIRS[cell["how"]]
-    recipe = {
-        "merge_method": cell["how"],
-        "models": [{"model": str(place), "parameters": each} for place in run.folders.values()],
-        "parameters": shared, "dtype": "float32",
-    }  # fmt: skip
-    if cell["how"] != "karcher":  # it knows no base
-        recipe["base_model"] = str(run.own)
-    with tempfile.TemporaryDirectory() as folder:
-        options = MergeOptions(quiet=True, random_seed=0, copy_tokenizer=False, device=run.device)
-        run_merge(MergeConfiguration.model_validate(recipe), folder, options)
-        found: Weights = {}
-        for file in sorted(Path(folder).glob("*.safetensors")):
-            found |= load_file(file)
-    vector = difference(found, run.base)
-    # The lambdas are meant for a sum of T models, which is much longer than their average
-    longer = max(1.0, norm(run.total(run.tasks)) / norm(vector))
-    longer_cell = {"lambdas": [by * longer for by in cell["lambdas"]]}
-    if "start" in cell:
-        longer_cell["start"] = longer_cell["lambdas"][cell["lambdas"].index(cell["start"])]
-    return searched(run, cell | longer_cell, vector)

@@ -8,7 +8,7 @@ from typing import Any
 from real.cells import Cell
 from real.forgetting import forget
 from real.learned import WAYS, learned
-from real.merges import MERGES, THEIRS, merge, reference, theirs
+from real.merges import MERGES, merge, reference
 from real.online import online
 from real.routed import routed
 from real.run import Run
@@ -17,8 +17,8 @@ from real.tasks import SHIPPED, TASKS
 from real.theory import theory
 
 KINDS: dict[str, Callable[[Run, Cell], dict[str, Any]]] = {
-    "reference": reference, "merge": merge, "theirs": theirs, "learned": learned, "kept": kept,
-    "forget": forget, "online": online, "theory": theory, "routed": routed,
+    "reference": reference, "merge": merge, "learned": learned, "kept": kept, "forget": forget,
+    "online": online, "theory": theory, "routed": routed,
 }  # fmt: skip
 MODELS = {"full": ("full", TASKS), "full-8": ("full", SHIPPED), "lora16": ("lora16", TASKS),
           "lora4-8": ("lora4", SHIPPED)}  # fmt: skip
@@ -27,18 +27,12 @@ LAMBDAS = [0.14, 0.2, 0.3, 0.45, 0.65, 1.0, 1.4, 2.0, 2.8, 4.0]
 # Smaller ones for sums, and for bases that are as long as task vectors; larger ones for Iso-C
 SMALLER, LARGER = [0.025, 0.05, 0.1], [5.6, 8.0, 11.0, 16.0, 22.0, 32.0]
 ALPHAS = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
-SHARES = (0.5, 0.25, 0.1, 0.05, 0.02)  # of entries that are sampled
+SHARES = (0.25, 0.1, 0.05)  # of entries that are sampled
 MATRIX = ("wudi_300", "wudi_30", "tsvm", "iso", "wudi", "iso_cts")
 LEARNED = ("fisher", "normalized", "regmean", "adamerging", "atlas")
-ROUTED = {
-    "templates": 100,
-    "stripped": 100,
-    "german": 25,
-    "long": 25,
-    "answers": 75,
-    "speed": 0,
-    "quickstart": 60,
-}  # test items of a task
+# Test items of a task
+ROUTED = {"templates": 100, "stripped": 100, "german": 25, "answers": 75, "speed": 0,
+          "quickstart": 60}  # fmt: skip
 ORDERS = 3  # of tasks that arrive one by one
 
 
@@ -76,7 +70,6 @@ def parts(tasks: int) -> dict[str, list[Cell]]:
         "merges": [merged(how, "none", tasks) for how in MERGES if how != "ta"],
         "few": [merged(how, *each) for each in few for how in MATRIX],
         "paper": [merged(how, *each) for how in ("ta", "ties") for each in paper[how == "ta" :]],
-        "theirs": [merged(how, "none", tasks) | {"kind": "theirs"} for how in THEIRS],
         # Masks are learned from mixtures of the tasks' data, which PCA's negative weights lack
         "stitched": [learning(how, *each) for how in ("localize", "dataless") for each in paper
                      if how == "dataless" or each[0] != "pca"],

@@ -47,10 +47,8 @@ def routed(run: Run, cell: Cell) -> dict[str, Any]:
             return speed(run, live)
         if cell["how"] == "answers":
             return {"items": answers(run, live, cell["tested"])}
-        plain = " ".join((run.data / TEXT).read_text(encoding="latin-1").splitlines()[:12])
         changes: dict[str, Callable[[str], str]] = {
             "templates": str, "stripped": stripped, "german": lambda prompt: GERMAN + prompt,
-            "long": lambda prompt: f"{plain}\n{prompt}",
         }  # fmt: skip
         change = changes[cell["how"]]
         live.route()

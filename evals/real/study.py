@@ -7,7 +7,7 @@ r"""Measure merges, bases and stores of SmolLM2's specialists, and report it.
     python evals/real/study.py                                             # the page alone
 
 Each new cell gets a line in `cells.jsonl`, and the tables of evals/RESULTS.md are renewed. A
-command goes on after an interruption. `--list` prints the cells that are missing.
+command goes on after an interruption.
 """
 
 from __future__ import annotations
@@ -43,12 +43,11 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--part", "wanted", type=click.Choice([*parts(8)]), multiple=True,
               default=("reference",), show_default=True, help="May be repeated.")  # fmt: skip
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-@click.option("--list", "listing", is_flag=True, help="Print the missing cells alone.")
 @click.option("--cells", "kept", type=FILE, default=HERE / "cells.jsonl", help="All cells so far.")
 @click.option("--page", type=FILE, default=HERE.parent / "RESULTS.md", help="Has marked tables.")
 def main(
     data: Path | None, out: Path, models: str, seed: int, wanted: tuple[str, ...], device: str,
-    listing: bool, kept: Path, page: Path,
+    kept: Path, page: Path,
 ) -> None:  # fmt: skip
     """Measure missing cells of some models, and renew the tables of the page."""
     records = cells.read(kept)
@@ -64,9 +63,7 @@ def main(
         asked = [cell for part in dict.fromkeys(("reference", *wanted))
                  for cell in parts(len(tasks))[part]]  # fmt: skip
         files = {cells.place(place, cell, weights): cell for cell in asked}
-        missing = [file for file in files if not file.exists()]
-        if listing:
-            return click.echo("\n".join(file.name for file in missing))
+        missing = not all(file.exists() for file in files)
         run: Any = Run(out, data, seed, kind, tasks, device) if missing else None
         for file, cell in tqdm(files.items(), desc=f"{models} seed {seed}", unit="cell"):
             result = cells.measured(file, cell, lambda cell: KINDS[cell["kind"]](run, cell))

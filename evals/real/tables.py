@@ -224,7 +224,9 @@ def bases(study: Study) -> str:
                                                        "wudi_300", "wudi_30")}  # fmt: skip
     columns |= {WAYS[how].title: Column(study.tuned, {"kind": "learned", "how": how})
                 for how in ("localize", "dataless")}  # fmt: skip
-    return grid(("models", "vectors"), columns, by_basis(study, "merge", "learned"))
+    rows = by_basis(study, "merge", "learned")  # eight full fine-tunes are as the twelve
+    rows = [row for row in rows if row[0][0] != TITLES["full-8"]]
+    return grid(("models", "vectors"), columns, rows)
 
 
 def learned(study: Study) -> str:
@@ -298,7 +300,7 @@ def routing(study: Study) -> str:
                "AUROC, no task": Column(result("none")), "answered": Column(result("kept")),
                "no task, answered": Column(result("others kept"))}  # fmt: skip
     ways = {"templates": "as they are", "stripped": "without their templates",
-            "german": "after a German sentence", "long": "after 12 sentences",
+            "german": "after a German sentence",
             "quickstart": "the quickstart's, full fine-tunes"}  # fmt: skip
     rows = [((TITLES[models], title), study.find(models, kind="routed", how=how))
             for models in MODELS for how, title in ways.items()]  # fmt: skip
