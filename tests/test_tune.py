@@ -166,7 +166,7 @@ def test_every_point_is_what_mergekit_writes(case, world, tmp_path, caplog, monk
     """To the bit, to and fro, by one model in memory."""
     monkeypatch.setattr(line, "CHUNK", 700)
     path = write(prepared(case, world), tmp_path / "recipe")
-    tuned = line.read_tuned(str(path), Options())
+    tuned = line.read_tuning(str(path), Options())
     load = mock.Mock(side_effect=loaded)
     at = line.moving_model(tuned, tmp_path / "work", load)
     for point in (0.9, 0.0, 0.35):
@@ -187,7 +187,7 @@ def test_a_model_that_cannot_move(change, world, tmp_path, caplog):
     """A line that does not lead through the loaded weights is not used."""
     path = write(prepared("sum", world), tmp_path / "recipe")
     load = mock.Mock(side_effect=lambda place: SimpleNamespace(model=change(loaded(place).model)))
-    line.moving_model(line.read_tuned(str(path), Options()), tmp_path / "work", load)(0.4)
+    line.moving_model(line.read_tuning(str(path), Options()), tmp_path / "work", load)(0.4)
     assert "each point is merged to disk and loaded" in caplog.text and load.call_count == 2
 
 

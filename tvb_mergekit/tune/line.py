@@ -9,11 +9,12 @@ the same cast, from `start` each time. So no error accumulates, and its weights 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from tvb_mergekit.plugin.text import parse
 from tvb_mergekit.tensors.merging import merge_items
 from tvb_mergekit.tensors.output import FolderWriter, check_disk, into, plan_shards
 from tvb_mergekit.tensors.stream import Item
+from tvb_mergekit.tune.search import Estimate, mean
+from tvb_mergekit.tune.tasks import EvalTask
 
 LOG = logging.getLogger(__name__)
 CHUNK = 2**22  # elements that are moved at a time
@@ -39,40 +42,46 @@ BEGIN = 1.0  # the point that is merged first; not 0, through which every line l
 FILE = "model.safetensors"
 
 
-@dataclass(frozen=True)
-class TunedRecipe:
-    """A recipe as plain objects, and its coefficient `key`: `lambda` or `alpha`."""
+@dataclass
+class Tuning:
+    """A recipe as plain objects, its coefficient `key`, and the scores of its points by task."""
 
     document: dict[str, Any]
-    method: str
-    key: str
+    key: str  # `lambda` or `alpha`
     options: Options
+    tasks: Sequence[EvalTask] = ()
+    points: dict[float, dict[str, Estimate]] = field(default_factory=dict)
+    best: float = math.nan
 
     def at(self, point: float) -> dict[str, Any]:
         """The recipe of one point."""
         parameters = self.document.get("parameters") or {}
         return self.document | {"parameters": parameters | {self.key: point}}
 
+    def mean(self, point: float, control: bool = False) -> Estimate:
+        scores = self.points[point]
+        return mean(scores[task.name] for task in self.tasks if task.control == control)
 
-def read_tuned(path: str, options: Options) -> TunedRecipe:
+
+def read_tuning(path: str, options: Options) -> Tuning:
     method = read_document(path).recipe.settings.method
     document, key = parse(path).single(), "alpha" if method == "basis_negate" else "lambda"
     if isinstance(given := (document.get("parameters") or {}).get(key), list | dict):
         raise UserError(f"{path}: `{key}` is {given}: tvb tune finds one number, give one")
-    return TunedRecipe(document, method, key, options)
+    return Tuning(document, key, options)
 
 
-def draw(recipe: TunedRecipe, work: Path) -> tuple[float, dict[str, Item]]:
+def draw(tuning: Tuning, work: Path) -> tuple[float, dict[str, Item]]:
     """Write `start` and `direction` of every tensor that moves, as two models in float32.
 
     Returns:
         The scale of the direction at coefficient 1, and the tensors by name.
     """
-    with planned(from_mapping(recipe.at(BEGIN)), recipe.options) as plan:
-        if plan.tensors.tunables.get(recipe.key, {BEGIN}) != {BEGIN}:  # of slices or modules
-            raise UserError(f"`{recipe.key}` differs between tensors; tvb tune finds one number")
+    with planned(from_mapping(tuning.at(BEGIN)), tuning.options) as plan:
+        if plan.tensors.tunables.get(tuning.key, {BEGIN}) != {BEGIN}:  # of slices or modules
+            raise UserError(f"`{tuning.key}` differs between tensors; tvb tune finds one number")
         check_disk(work, DISK * plan.output_bytes)
-        basis, negation = plan.build(), recipe.key == "alpha"
+        basis, negation = plan.build(), tuning.key == "alpha"
         moving = {item.name: item for item in plan.tensors.items if item.tunables is not None}
         directions = [replace(item, out=torch.float32) for item in moving.values()]
         # Negation starts from theta_0 + lambda * the sum of the bases.
@@ -86,9 +95,7 @@ def draw(recipe: TunedRecipe, work: Path) -> tuple[float, dict[str, Item]]:
         return (-1.0 if negation else basis.scale), moving
 
 
-def moving_model(
-    recipe: TunedRecipe, work: Path, load: Callable[[Path], Any]
-) -> Callable[[float], Any]:
+def moving_model(tuning: Tuning, work: Path, load: Callable[[Path], Any]) -> Callable[[float], Any]:
     """A function from a point to one lm-eval model, whose weights it moves there.
 
     One point is merged to a folder and loaded from there, so that configuration, tokenizer and
@@ -99,13 +106,13 @@ def moving_model(
         work: an empty folder, for the merged model and the line.
         load: loads the lm-eval model in a folder; its `model` is the module.
     """
-    unit, items = draw(recipe, work)
+    unit, items = draw(tuning, work)
     lines = [safe_open(work / part / FILE, "pt") for part in ("start", "direction")]
 
     def merged(point: float) -> Any:
         shutil.rmtree(work / "model", ignore_errors=True)
-        options = recipe.options.model_copy(update={"out_shard_size": sys.maxsize, "quiet": True})
-        merge(from_mapping(recipe.at(point)), os.fspath(work / "model"), options)
+        options = tuning.options.model_copy(update={"out_shard_size": sys.maxsize, "quiet": True})
+        merge(from_mapping(tuning.at(point)), os.fspath(work / "model"), options)
         return load(work / "model")
 
     def values(point: float) -> Iterator[tuple[str, Tensor, Tensor]]:
