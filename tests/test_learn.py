@@ -580,9 +580,9 @@ def test_models_and_files_that_do_not_fit(case, tmp_path):
     folder = shutil.copytree(merged.folder, tmp_path / "other")
     place, held = folder / "basis/learned/routers.safetensors", learned(folder, "routers")
     later = {"tvb_learned": '{"version": 2, "method": "wemoe"}'}
-    for told, said in ((None, "damaged; copy it again"), (later, "by another tvb-mergekit")):
+    for told in (None, later):
         save_file(held, place, told)
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match="damaged, or written by another tvb-mergekit"):
             library.attach(loaded(folder), folder)
     words = [case.recipe("no-mlp", basis="none", exclude="mlp"), "wemoe", *case.words, "--quiet"]
     assert "merge moves none of them" in refused("learn", *words, "--out", tmp_path / "no")

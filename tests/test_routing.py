@@ -151,8 +151,12 @@ def test_each_sequence_has_the_weights_of_its_task(
         following = output.logits[:, -1:].argmax(-1)
         mask = torch.cat([batch["attention_mask"], torch.ones(len(some), 1).long()], 1)
         given = {"attention_mask": mask, "position_ids": batch["position_ids"][:, -1:] + 1}
-        after = model(following, past_key_values=output.past_key_values, **given)
-        for row, k in zip(after.logits[:, 0].argmax(-1).tolist(), some, strict=True):
+        after = partial(model, following, past_key_values=output.past_key_values, **given)
+        if form != "lora" and len({CHOSEN[k] for k in some}) > 1:
+            with pytest.raises(UserError, match="share no cache"):
+                after()
+            continue
+        for row, k in zip(after().logits[:, 0].argmax(-1).tolist(), some, strict=True):
             assert row == said[k][1][1]
     assert live.reset() is model
     assert all(torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
@@ -170,7 +174,7 @@ def test_what_is_refused_or_ends_routing(stored: Any, monkeypatch: Any, capfd: A
         ("share no cache", lambda: model(**batch, past_key_values=DynamicCache())),
         ("no common loss", lambda: model(**batch, labels=batch["input_ids"])),
         ("no task 'mth'", lambda: live.route("mth")),
-        ("expected a finite number", lambda: live.route(threshold=math.nan)),
+        ("is not a number", lambda: live.route(threshold=math.nan)),
     ):
         live.route(threshold=0.5)
         with pytest.raises(UserError, match=said):

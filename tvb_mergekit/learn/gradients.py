@@ -20,7 +20,7 @@ from tvb_mergekit.learn.data import drawn
 from tvb_mergekit.learn.job import Job, LearnedMerge
 from tvb_mergekit.learn.training import Descent, moved
 from tvb_mergekit.names import LAYER
-from tvb_mergekit.store.attach import LiveSink
+from tvb_mergekit.store.attach import writing
 from tvb_mergekit.store.routing import ROUTERS, Routed, routed_parameters, router_of
 from tvb_mergekit.tensors.merging import merge_items
 
@@ -211,7 +211,7 @@ def wemoe(job: Job) -> LearnedMerge:
     held = {name: parameter.detach() for name, parameter in parameters.items()}
     items = [item for item in plan.tensors.items if item.name in held]
     live = [replace(item, out=torch.float32) for item in items]
-    merge_items(plan.basis, live, LiveSink(held), plan.engine)
+    merge_items(plan.basis, live, writing(held), plan.engine)
     moved = {name: each.view(-1, *held[name].shape) for name, each in stacked.items()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(request.seed)

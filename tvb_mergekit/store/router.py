@@ -14,21 +14,22 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map
 
+from tvb_mergekit.core.gram import Factors
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.store.routing import Routing, is_cache, kept
+from tvb_mergekit.store.routing import Routing, is_cache, is_turned, kept
 from tvb_mergekit.tensors.stream import Item
 
 PLAIN = Path(__file__).with_name("plain.txt")  # sentences of no task
@@ -130,42 +131,24 @@ def plain_texts(model: Any, folder: Path | None) -> list[Tensor]:
     return [text.to(model.device) for text in texts]
 
 
-def token_of(*given: Any) -> int:
-    """The first token that a configuration gives, or 0."""
-    found = next((each for each in given if each is not None), 0)
-    return int(found[0] if isinstance(found, list) else found)
-
-
-class LowRank(NamedTuple):
-    """The updates left @ right of one layer by all tasks: left [out, K], right [K, in].
-
-    `whose` [T, K] has a 1 where a direction is of a task.
-    """
-
-    left: Tensor
-    right: Tensor
-    whose: Tensor
-
-
 def updates_of(
-    items: Sequence[Item], tasks: Sequence[int], layers: Mapping[str, Any]
-) -> dict[str, LowRank] | None:
-    """Weight -> update, by the factors of these tasks; None unless they change no other tensor.
+    items: Sequence[Item], tasks: Sequence[str], numbers: Sequence[int], layers: Mapping[str, Any]
+) -> dict[str, dict[str, Factors]] | None:
+    """Weight -> task -> the factors of its update; None unless they change linear layers alone.
 
     Args:
+        numbers: of the tasks, among the inputs of each item.
         layers: the linear layers, by the names of their weights.
     """
-    found = dict[str, LowRank]()
+    found = dict[str, dict[str, Factors]]()
     for item in (i for i in items if any(part.factors != () for part in i.inputs)):
         if not item.factored or item.name not in layers:
             return None
-        own, weight = [item.updates()[k] for k in tasks], layers[item.name].weight
-        left, right = torch.cat([u.left for u in own], 1), torch.cat([u.right for u in own])
-        if not isinstance(layers[item.name], nn.Linear):  # Conv1D: [in, out]
-            left, right = right.T, left.T
-        ranks = torch.tensor([each.rank for each in own])
-        whose = torch.eye(len(own)).repeat_interleave(ranks, 1)
-        found[item.name] = LowRank(*(each.to(weight.detach()) for each in (left, right, whose)))
+        own, like = [item.updates()[k] for k in numbers], layers[item.name].weight.detach()
+        if is_turned(layers[item.name]):
+            own = [Factors(each.right.T, each.left.T) for each in own]
+        cast = [Factors(each.left.to(like), each.right.to(like)) for each in own]
+        found[item.name] = dict(zip(tasks, cast, strict=True))
     return found
 
 
@@ -175,7 +158,7 @@ class Router(Routing):
     Attributes:
         gate: the scores.
         use: changes the model's weights to those of a task, or of the base.
-        updates: layer -> its update; then no weights change.
+        updates: weight of a linear layer -> task -> its update; then no weights change.
         threshold: how far a task's score must be above all others, and above 0.
         explain: whether to print scores.
         scores: task -> score, for each of the last prompts.
@@ -186,21 +169,19 @@ class Router(Routing):
         self,
         gate: Gate,
         use: Callable[[str | None], object],
-        updates: Mapping[str, LowRank] | None,
+        updates: Mapping[str, Mapping[str, Factors]] | None,
     ) -> None:
         super().__init__(gate.model)
         self.gate, self.use, self.updates = gate, use, updates
         self.threshold, self.explain = THRESHOLD, False
         self.scores, self.chosen = list[dict[str, float]](), list[str | None]()
-        self._shares: Tensor | None = None  # 1 for the task of a sequence, [sequences, T]
+        self._groups = dict[str | None, list[int]]()  # task -> sequences, in a pass with updates
 
     def route(self) -> nn.Module:
         super().route()
-        if hasattr(self.model, "generate"):
-            self._replace(self.model, "generate", self._call)
-        for name, update in (self.updates or {}).items():
+        for name, own in (self.updates or {}).items():
             layer = self.model.get_submodule(name.removesuffix(".weight"))
-            self._replace(layer, "forward", partial(self._linear, update))
+            self._undo.callback(layer.register_forward_hook(partial(self._add, own)).remove)
         return self.model
 
     def choose(self, **given: Any) -> list[str | None]:
@@ -209,90 +190,66 @@ class Router(Routing):
         given = {main if key == "inputs" else key: value for key, value in given.items()}
         with self._inside():
             scores = self.gate.scores(given)
-        tasks, chosen = self.gate.tasks, list[str | None]()
-        self.scores = [dict(zip(tasks, row, strict=True)) for row in scores.tolist()]
+        self.scores = [dict(zip(self.gate.tasks, row, strict=True)) for row in scores.tolist()]
+        self.chosen = []
         for own in self.scores:
             best, *others = sorted(own, key=own.__getitem__, reverse=True)
             ahead = own[best] - max([0.0, *(own[task] for task in others)])
-            chosen.append(best if ahead > self.threshold else None)
+            self.chosen.append(best if ahead > self.threshold else None)
             if self.explain:
                 told = ", ".join(f"{task} {own[task]:.2f}" for task in (best, *others))
-                print(f"{chosen[-1] or 'the base'}: {told}", file=sys.stderr)
-        self.chosen = chosen
-        return chosen
+                print(f"{self.chosen[-1] or 'the base'}: {told}", file=sys.stderr)
+        return self.chosen
 
-    def _begin(self, given: Mapping[str, Any]) -> list[str | None]:
-        return self.choose(**given)
-
-    def _run(
-        self, call: Callable[..., Any], args: Any, kwargs: Any, chosen: list[str | None], new: bool
-    ) -> Any:
+    def _answer(self, call: Callable[..., Any], given: dict[str, Any], chosen: Any) -> Any:
+        chosen = self.choose(**given) if chosen is None else chosen
+        groups = {t: [k for k, each in enumerate(chosen) if each == t] for t in chosen}
         if self.updates is not None:
-            tasks = self.gate.tasks
-            self._shares = torch.tensor([[float(t == each) for t in tasks] for each in chosen])
+            self.use(None)
+            self._groups = groups
             try:
-                return call(*args, **kwargs)
+                return call(**given), chosen
             finally:
-                self._shares = None
-        groups = defaultdict[str | None, list[int]](list)
-        for row, task in enumerate(chosen):
-            groups[task].append(row)
+                self._groups = {}
         if len(groups) == 1:
             self.use(chosen[0])
-            return call(*args, **kwargs)
-        if any(is_cache(x) and not isinstance(x, Apart) for x in (*args, *kwargs.values())):
+            return call(**given), chosen
+        if any(map(is_cache, given.values())):
             raise UserError("prompts of several tasks share no cache: leave `past_key_values` out")
         outputs = []
-        for number, (task, rows) in enumerate(groups.items()):
+        for task, rows in groups.items():
             self.use(task)
-            own = partial(part_of, len(chosen), rows, number)
-            given, named = (tree_map(own, each, is_leaf=is_cache) for each in (args, kwargs))
-            outputs.append(call(*given, **named))
-        order = torch.tensor([row for rows in groups.values() for row in rows]).argsort()
-        config = getattr(self.model, "generation_config", None)
+            split = {k: v for k, v in given.items() if isinstance(v, Tensor) and v.dim() > 1}
+            own = {k: v[rows] for k, v in split.items() if len(v) == len(chosen)}
+            outputs.append(call(**(given | own)))
+        order = torch.tensor([*chain(*groups.values())]).argsort()
+        config = given.get("generation_config") or getattr(self.model, "generation_config", None)
         ends = (getattr(config, key, None) for key in ("pad_token_id", "eos_token_id"))
-        filler = token_of(kwargs.get("pad_token_id"), *ends)
-        return tree_map(partial(joined, order, filler), *outputs, is_leaf=is_cache)
+        filler = next((x for x in (given.get("pad_token_id"), *ends) if x is not None), 0)
+        filler = filler[0] if isinstance(filler, list) else filler
+        return tree_map(partial(joined, order, filler), *outputs, is_leaf=is_cache), chosen
 
-    def _linear(self, update: LowRank, old: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """W x + sum_m r_m left_m right_m x, r of the sequence."""
-        y = old(x)
-        if self._shares is None:
+    def _add(
+        self, own: Mapping[str, Factors], layer: nn.Module, args: tuple[Tensor, ...], y: Tensor
+    ) -> Tensor:
+        """W x + left right x, with the update of each sequence's task."""
+        if not (size := sum(map(len, self._groups.values()))):
             return y
-        left, right, whose = (each.to(x) for each in update)
-        r = self._shares.to(x) @ whose
-        r = r.repeat_interleave(len(x) // len(r), 0)  # of beams; of tokens in two dimensions
-        return y + (x @ right.T * (r if x.dim() == 2 else r[:, None])) @ left.T
-
-
-class Apart:
-    """The caches of the groups of a batch with several tasks."""
-
-    def __init__(self, parts: Sequence[Any]) -> None:
-        self.parts = parts
-
-    def get_seq_length(self) -> int:
-        return int(self.parts[0].get_seq_length())
-
-
-def part_of(size: int, rows: list[int], number: int, value: Any) -> Any:
-    """The part of an argument for the sequences `rows` of `size`, the group `number`."""
-    if isinstance(value, Apart):
-        return value.parts[number]
-    batched = isinstance(value, Tensor) and value.dim() > 1 and len(value) == size
-    return value[rows] if batched else value
+        # `generate` makes beams of a sequence, and some models have tokens of all in one dimension
+        x, found = (each.reshape(size, -1, each.shape[-1]) for each in (args[0], y))
+        for task in self._groups.keys() - {None}:
+            update, rows = own[str(task)], self._groups[task]
+            found[rows] += x[rows] @ update.right.T @ update.left.T
+        return found.view_as(y)
 
 
 def joined(order: Tensor, filler: int, *parts: Any) -> Any:
     """The outputs of groups as one; shorter texts end with `filler`, as those of `generate`."""
-    if is_cache(parts[0]):
-        return Apart(parts)
-    if not isinstance(parts[0], Tensor):
+    if not isinstance(parts[0], Tensor):  # no call goes on with a cache of one group
         return parts[0]
     if parts[0].dim() == 0:
         raise UserError("prompts of several tasks have no common loss: leave `labels` out")
-    if parts[0].dim() == 2:
-        longest = max(part.shape[1] for part in parts)
-        parts = tuple(pad(part, (0, longest - part.shape[1]), value=filler) for part in parts)
-    rows = torch.cat(parts).unflatten(0, (len(order), -1))
+    several = parts[0].dim() > 1
+    rows = pad_sequence([*chain(*parts)], True, filler) if several else torch.cat(parts)
+    rows = rows.unflatten(0, (len(order), -1))
     return rows[order.to(rows.device)].flatten(0, 1)

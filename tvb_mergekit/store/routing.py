@@ -1,10 +1,8 @@
-"""Models whose weights depend on the prompt; and `Routed`, which learned to combine bases.
+"""Models whose calls are answered as their prompts choose; and `Routed`, which combines bases.
 
 WEMoE over bases (Tang et al., ICML 2024; the paper's table 1). W is the merged weight. A linear
 layer in MLP l computes (W + sum_m r_m B_m) x, and r = R_l(mean input of MLP l over the prompt). So
 r is the difference from the recipe's merge. `router` chooses tasks without learning.
-
-Generated tokens keep what their prompt chose: a note on the cache says it.
 """
 
 from __future__ import annotations
@@ -14,8 +12,9 @@ import inspect
 import itertools
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tvb_mergekit.errors import UserError
@@ -32,44 +32,41 @@ from tvb_mergekit.store.facts import FOLDER
 from tvb_mergekit.tensors.checkpoint import metadata_of
 
 ROUTING = "tvb_routed"  # attribute of a routed model: its `Routing`
-CHOSEN = "tvb_chosen"  # attribute of a cache: what its prompts chose
+CHOSEN = "tvb_chosen"  # attribute of a cache: what its prompts chose, whatever came in between
 ROUTERS = "routers.safetensors"
 LEARNED = "tvb_learned"  # key of the metadata of `tvb learn`
-COMBINED = 2**28  # bytes of combined weights at a time
 
 
-class Routing:
-    """A model, each of whose passes asks what its prompts choose. Threads take turns."""
+class Routing(ABC):
+    """A model whose calls are answered as their prompts choose. Threads take turns."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self._lock = model, threading.RLock()
-        self._stack, self._within = ExitStack(), False
+        self.model, self._lock, self._within = model, threading.RLock(), False
+        self._undo = ExitStack()
 
     def route(self) -> nn.Module:
-        """The model, whose passes are routed from now on."""
-        vars(self.model).get(ROUTING, self).reset()  # of an earlier `attach`, perhaps
+        """The model, whose calls are routed until `reset`."""
+        end_routing(self.model)  # of an earlier `attach`, perhaps
         vars(self.model)[ROUTING] = self
-        self._stack.callback(vars(self.model).pop, ROUTING)
+        self._undo.callback(vars(self.model).pop, ROUTING)
         # PEFT calls `forward` of the model, and some users its body alone
-        for module in dict.fromkeys((self.model, getattr(self.model, "base_model", self.model))):
-            self._replace(module, "forward", self._call)
+        body = getattr(self.model, "base_model", self.model)
+        for owner, name in {(self.model, "generate"), (self.model, "forward"), (body, "forward")}:
+            if old := getattr(owner, name, None):
+                own = {key: value for key, value in vars(owner).items() if key == name}
+                self._undo.callback(vars(owner).update, own)
+                self._undo.callback(vars(owner).pop, name)
+                vars(owner)[name] = functools.wraps(old)(partial(self._call, old))
         return self.model
 
     def reset(self) -> nn.Module:
         """The model without routing, with the weights that it has."""
-        self._stack.close()
+        self._undo.close()
         return self.model
-
-    def _replace(self, owner: object, name: str, new: Callable[..., Any]) -> None:
-        """Replace a method; `new` gets the former one before its arguments."""
-        old, own = getattr(owner, name), {key: v for key, v in vars(owner).items() if key == name}
-        self._stack.callback(vars(owner).update, own)
-        self._stack.callback(vars(owner).pop, name)
-        vars(owner)[name] = functools.wraps(old)(partial(new, old))
 
     @contextmanager
     def _inside(self) -> Iterator[bool]:
-        """Let passes through as they are; yields whether an outer call does so already."""
+        """Let calls through as they are; yields whether an outer call does so already."""
         with self._lock:
             before, self._within = self._within, True
             try:
@@ -82,39 +79,34 @@ class Routing:
             if within:
                 return old(*args, **kwargs)
             given = dict(zip(inspect.signature(old).parameters, args, strict=False)) | kwargs
-            cache: Any = given.get("cache", given.get("past_key_values"))
-            begins = not (is_cache(cache) and cache.get_seq_length())
-            chosen = self._begin(given) if begins else getattr(cache, CHOSEN, None)
-            if chosen is None:
-                raise UserError("a cache of prompts that were not routed: begin with prompts")
-            output = self._run(old, args, kwargs, chosen, begins)
-            made = output.values() if isinstance(output, Mapping) else output
-            for each in (cache, *(made if isinstance(made, Iterable) else ())):
-                if is_cache(each):
-                    setattr(each, CHOSEN, chosen)
+            cache, chosen = next(filter(is_cache, given.values()), None), None
+            if cache is not None and cache.get_seq_length():
+                chosen = getattr(cache, CHOSEN, None)
+                if chosen is None:
+                    raise UserError("a cache of prompts that were not routed: begin with prompts")
+            output, chosen = self._answer(old, given, chosen)
+            for each in filter(is_cache, (cache, *tree_leaves(output, is_leaf=is_cache))):
+                setattr(each, CHOSEN, chosen)
             return output
 
-    def _begin(self, given: Mapping[str, Any]) -> Any:
-        """The choice of new prompts, by the named arguments of a call."""
-        raise NotImplementedError
+    @abstractmethod
+    def _answer(self, call: Callable[..., Any], given: dict[str, Any], chosen: Any) -> Any:
+        """The output of a call, and what its prompts have chosen; None: they begin with it."""
 
-    def _run(self, call: Callable[..., Any], args: Any, kwargs: Any, chosen: Any, new: bool) -> Any:
-        """The output of a call for prompts that chose this; `new`: they begin with this call."""
-        raise NotImplementedError
+
+def end_routing(model: nn.Module) -> None:
+    if routing := vars(model).get(ROUTING):
+        routing.reset()
 
 
 def is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length")
 
 
-def kept(mask: Any, x: Tensor, name: str) -> Any:
+def kept(mask: Tensor | None, x: Tensor, name: str) -> Tensor:
     """1 for each token of the inputs x [sequences, tokens, n] that an attention mask keeps."""
-    if isinstance(mask, Mapping):  # one for each kind of layer
-        mask = next(iter(mask.values()))
     mask = x.new_ones(x.shape[:2]) if mask is None else mask.to(x.device)
-    if mask.dim() == 4:  # of a static cache: the tokens that see themselves, also in a window
-        mask = mask[:, 0].diagonal(dim1=1, dim2=2)[:, : x.shape[1]]
-        mask = mask if mask.dtype == torch.bool else mask == 0
+    mask = mask.repeat_interleave(len(x) // len(mask), 0)  # `generate` makes beams of a sequence
     if mask.shape != x.shape[:2]:  # of one token it would be spread over all
         raise UserError(f"`{name}`: a mask {list(mask.shape)} for inputs {list(x.shape)}")
     return mask
@@ -122,12 +114,13 @@ def kept(mask: Any, x: Tensor, name: str) -> Any:
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The linear layers, by the names of their weights."""
-    named = model.named_modules()
-    return {
-        f"{name}.weight": m
-        for name, m in named
-        if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
-    }
+    every = {f"{name}.weight": module for name, module in model.named_modules()}
+    return {n: m for n, m in every.items() if isinstance(m, nn.Linear) or is_turned(m)}
+
+
+def is_turned(layer: nn.Module) -> bool:
+    """Whether the weight of a linear layer is [inputs, outputs]."""
+    return type(layer).__name__ == "Conv1D"
 
 
 def routed_parameters(model: nn.Module) -> dict[str, str]:
@@ -151,9 +144,9 @@ class Routed(Routing):
 
     Attributes:
         routers: MLP -> R_l.
-        bases: parameter of the model -> B_m in its shape, [M, ...]; on its device, in its dtype.
+        bases: parameter of the model -> B_m in its shape, [M, ...]; where its inputs are.
         prompts: [sequences, tokens], 1 for each token of a prompt. None: all tokens that the
-            attention mask keeps, in passes without earlier tokens in the cache.
+            attention mask keeps, in the first pass of a call without earlier tokens in its cache.
         coefficients: MLP -> r [sequences, M] of the last prompts.
     """
 
@@ -164,89 +157,67 @@ class Routed(Routing):
         self.routers, self.bases = routers, dict(bases)
         self.prompts: Tensor | None = None
         self.coefficients: dict[str, Tensor] = {}
-        self._layers: list[tuple[str, str, Any]] = [  # before PEFT may wrap some
-            (name, mlp, model.get_submodule(name.removesuffix(".weight")))
-            for name, mlp in routed_parameters(model).items()
-            if name in bases and name.endswith(".weight")
-        ]
+        linear = linear_layers(model)  # before PEFT may wrap some
+        self._layers = {name: linear[name] for name in bases if name.endswith(".weight")}
+        self._mlps = routed_parameters(model)
         self._mask: Any = None
-        self._begins = False  # whether the pass is one of prompts
-        # MLP -> the combined weights of its layers if all sequences have one r, else None
-        self._merged: dict[str, dict[str, Tensor] | None] = {}
+        self._combined = dict[str, tuple[Tensor, Tensor]]()  # r of a single prompt, sum_m r_m B_m
 
     def route(self) -> nn.Module:
         """The model, whose MLPs combine the bases for each sequence from now on."""
         super().route()
-        for mlp in self.routers:
-            choose = partial(self._choose, mlp)
-            hook = self.model.get_submodule(mlp).register_forward_pre_hook(choose)
-            self._stack.callback(hook.remove)
-        for name, mlp, layer in self._layers:
-            self._replace(layer, "forward", partial(self._linear, name, mlp, layer))
+        for name in self.routers:
+            choose = partial(self._choose, name)
+            hook = self.model.get_submodule(name).register_forward_pre_hook(choose)
+            self._undo.callback(hook.remove)
+        for name, layer in self._layers.items():
+            hook = layer.register_forward_hook(partial(self._add, name))
+            self._undo.callback(hook.remove)
         return self.model
 
-    def _begin(self, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _answer(self, call: Callable[..., Any], given: dict[str, Any], chosen: Any) -> Any:
         self._mask = given.get("attention_mask") if self.prompts is None else self.prompts
-        return {}
+        self.coefficients = {} if chosen is None else chosen
+        output = call(**given)  # generated tokens do not belong to the graph of their prompts
+        return output, chosen or {name: r.detach() for name, r in self.coefficients.items()}
 
-    def _run(self, call: Any, args: Any, kwargs: Any, chosen: dict[str, Tensor], new: bool) -> Any:
-        self._begins = new
-        if chosen is not self.coefficients:
-            self.coefficients = chosen
-            self._merged = {mlp: None if (r != r[:1]).any() else {} for mlp, r in chosen.items()}
-        return call(*args, **kwargs)
+    def _choose(self, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        """Compute r in the first pass; in training again for the backward pass."""
+        if name not in self.coefficients or self.coefficients[name].requires_grad:
+            given, mask = args[0], kept(self._mask, args[0], name)
+            router = self.routers[name].to(given.device)
+            kind = next(router.parameters()).dtype
+            total = (given * mask[..., None]).sum(1, dtype=kind)
+            self.coefficients[name] = router(total / mask.sum(1, True, dtype=kind).clamp(min=1))
 
-    def _choose(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Compute r for new prompts."""
-        if not self._begins:
-            return
-        given, mask = args[0], kept(self._mask, args[0], name)
-        router = self.routers[name].to(given.device)
-        kind = next(router.parameters()).dtype
-        total = (given * mask[..., None]).sum(1, dtype=kind)
-        self.coefficients[name] = r = router(total / mask.sum(1, True, dtype=kind).clamp(min=1))
-        self._merged[name] = None if r.requires_grad or (r != r[:1]).any() else {}
-
-    def _linear(self, name: str, mlp: str, layer: Any, old: object, x: Tensor) -> Tensor:
-        """The layer's outputs, with the coefficients of each sequence."""
-        r, weight, bias = self.coefficients.get(mlp), layer.weight, f"{name[:-6]}bias"
+    def _add(self, name: str, layer: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
+        """The layer's outputs and sum_m r_m B_m x, with r of each sequence."""
+        x, r, bias = args[0], self.coefficients.get(self._mlps[name]), f"{name[:-6]}bias"
         if r is None or x.dim() != 3 or len(x) != len(r):
             said = f"`{name}`: inputs {list(x.shape)} after {0 if r is None else len(r)} prompts"
             raise UserError(f"{said}; begin with all prompts, and `exclude` experts from the bases")
-        bases = self.bases[name] = self.bases[name].to(weight.detach())
-        turned = isinstance(layer, nn.Linear)
-        if (merged := self._merged.get(mlp)) is not None:
-            if name not in merged:
-                merged[name] = combined(r[:1], weight, bases)[0]
-            y = x @ (merged[name].mT if turned else merged[name])
+        bases, turned = self.bases[name].to(x), is_turned(layer)
+        self.bases[name] = bases  # where the model is by now
+
+        def combined(r: Tensor) -> Tensor:
+            with torch.autocast(x.device.type, enabled=False):
+                found = (r.to(x) @ bases.flatten(1)).view_as(bases[0])
+            return found if turned else found.mT
+
+        if len(r) == 1 and not r.requires_grad:  # once for all tokens to come
+            if self._combined.get(name, (None,))[0] is not r:
+                self._combined[name] = r, combined(r[0])
+            change: Tensor = x @ self._combined[name][1]
         elif x.shape[1] == 1 and not r.requires_grad:  # no weights of one sequence are made
             terms = r.T.to(x)[:, :, None] * x[:, 0]
-            y = torch.bmm(terms, bases.mT if turned else bases).sum(0)[:, None]
-            y = y + x @ (weight.mT if turned else weight)
-        else:
-            y = product(x, r, weight, bases, turned)
-        y = y if layer.bias is None else y + layer.bias
-        return y + (r.to(x) @ self.bases[bias].to(x))[:, None] if bias in self.bases else y
-
-
-def combined(r: Tensor, weight: Tensor, bases: Tensor) -> Tensor:
-    """W + sum_m r_m B_m for each sequence, [sequences, *W.shape]."""
-    with torch.autocast(weight.device.type, enabled=False):
-        moved = torch.addmm(weight.reshape(1, -1), r.to(weight), bases.flatten(1))
-    return moved.view(-1, *weight.shape)
-
-
-def product(x: Tensor, r: Tensor, weight: Tensor, bases: Tensor, turned: bool) -> Tensor:
-    """x [sequences, tokens, n] times the `combined` weights, a few sequences at a time; the
-    backward pass combines them again."""
-
-    def some(x: Tensor, r: Tensor) -> Tensor:
-        made = combined(r, weight, bases)
-        return x @ (made.mT if turned else made)
-
-    count = max(1, COMBINED // (weight.numel() * weight.itemsize))
-    parts = zip(x.split(count), r.split(count), strict=True)
-    return torch.cat([checkpoint(some, *each, use_reentrant=False) for each in parts])
+            change = torch.bmm(terms, bases if turned else bases.mT).sum(0)[:, None]
+        else:  # the backward pass combines them again
+            some: Any = lambda x, r: x @ combined(r)  # noqa: E731
+            rows = [checkpoint(some, *each, use_reentrant=False) for each in zip(x, r, strict=True)]
+            change = torch.stack(rows)
+        if bias in self.bases:
+            change = change + (r.to(x) @ self.bases[bias].to(x))[:, None]
+        return y + change
 
 
 def routers_in(folder: str | os.PathLike[str]) -> Path | None:
@@ -257,24 +228,18 @@ def routers_in(folder: str | os.PathLike[str]) -> Path | None:
 
 def routed_model(model: nn.Module, file: Path) -> Routed:
     """A model with the routers and bases in a file of `tvb learn wemoe`."""
-    told = metadata_of(file).get(LEARNED, "")
-    if '"version": 1,' not in told:
-        why = "written by another tvb-mergekit" if told else "damaged; copy it again"
-        raise UserError(f"{file}: {why}, or repeat `tvb learn`")
-    held, own = load_file(file), dict(model.named_parameters())
+    if '"version": 1,' not in metadata_of(file).get(LEARNED, ""):
+        why = "damaged, or written by another tvb-mergekit"
+        raise UserError(f"{file}: {why}; copy it again, or repeat `tvb learn`")
+    held = load_file(file)
     states = defaultdict[str, dict[str, Tensor]](dict)  # of the router of each MLP
     for name in [name for name in held if ".router." in name]:
         mlp, _, key = name.rpartition(".router.")
         states[mlp][key] = held.pop(name)
-    for name, bases in held.items():
-        p = own.get(name)
-        if p is None or p.shape != bases.shape[1:] or not p.is_floating_point():
-            said = f"{file}: the model has no tensor `{name}` of this shape that is not quantized"
-            raise UserError(f"{said}; load it from {file.parents[2]}, by its own class")
     routers = dict[str, nn.Module]()
     for mlp, state in states.items():
         shapes = [tensor.shape for _, tensor in sorted(state.items()) if tensor.dim() == 2]
         router = router_of([shapes[0][1], *(rows for rows, _ in shapes)])
+        router.load_state_dict(state)
         routers[mlp] = router.requires_grad_(False)
-        routers[mlp].load_state_dict(state)
     return Routed(model, routers, held)
