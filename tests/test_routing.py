@@ -184,6 +184,11 @@ def test_what_is_refused_or_ends_routing(stored: Any, monkeypatch: Any, capfd: A
     assert live.router and live.router.chosen == [None] * 4 and live.current == {}
     assert capfd.readouterr().err.count("the base: ") == 4
     assert "forward" in vars(model) and "forward" not in vars(live.use("math"))
+    other, _, adapters = stored("llama", "lora")
+    edited = library.attach(loaded(other), adapters, other).route()
+    edited.double()
+    with pytest.raises(UserError, match="is not what was attached"):  # though no weights change
+        edited(torch.tensor([[1, 2, 9]]))
     library.attach(live.reset(), store, base).route()
     library.attach(model, store, base)
     assert "forward" not in vars(model)

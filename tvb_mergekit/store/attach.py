@@ -136,7 +136,7 @@ class Live:
         items = [item for item in self._items if item.name in linear]
         turned = {name for name, layer in linear.items() if is_turned(layer)}
         found = [gates_in(self.bases, items, number, turned) for number in numbers]
-        updates = updates_of(self._items, tasks, numbers, linear)
+        updates = updates_of(self._items, numbers, linear)
         theta = self._seen({*chain(*found)}) if updates is None else {}
         texts = plain_texts(self._module, self._base.folder)
         gate = Gate(self._module, dict(zip(tasks, found, strict=True)), theta, texts)

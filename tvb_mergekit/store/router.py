@@ -59,16 +59,11 @@ class Gate:
         texts: Sequence[Tensor],
     ) -> None:
         self.model, self.tasks, self._theta = model, [*gates], dict(theta)
-        self._rows = dict[str, tuple[Tensor, Tensor]]()  # V of all [K, inputs], and of whom [K, T]
-        for name in dict.fromkeys(name for own in gates.values() for name in own):
-            rows = [own.get(name, torch.empty(0)) for own in gates.values()]
-            counts = torch.tensor([*map(len, rows)])
-            whose = torch.eye(len(rows)).repeat_interleave(counts, 0)
-            every, weight = (
-                torch.cat([each for each in rows if len(each)]),
-                model.get_parameter(name),
-            )
-            self._rows[name] = every.to(weight.device), whose.to(weight.device)
+        self._rows = dict[str, Tensor]()  # V of all tasks [T, k, inputs], 0 where a task has fewer
+        for name in dict.fromkeys(chain(*gates.values())):
+            none = next(own[name] for own in gates.values() if name in own)[:0]
+            rows = pad_sequence([own.get(name, none) for own in gates.values()], True)
+            self._rows[name] = rows.to(model.get_parameter(name).device)
         self._mean, self._root = torch.zeros(()), torch.ones(())
         if texts:
             seen = torch.cat([self.shares({"input_ids": text}) for text in texts])
@@ -87,14 +82,16 @@ class Gate:
         given |= {"use_cache": False} if "use_cache" in known else {}
 
         def look(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            x, (rows, whose) = args[0].float(), self._rows[name]
+            x, rows = args[0].float(), self._rows[name]
             x = x if x.dim() == 3 else x[:, None]
             mask = kept(given.get("attention_mask"), x, name).bool()
             later = mask & (mask.cumsum(1) > 1)
             mask = torch.where(later.any(1, True), later, mask)[..., None]
-            a = (x @ rows.T).square() @ whose / x.square().sum(2, True).clamp(min=TINY)
+            a = (x @ rows.flatten(0, 1).T).square().unflatten(2, rows.shape[:2]).sum(3)
+            a = a / x.square().sum(2, True).clamp(min=TINY)
             a = (a * mask).sum(1) / mask.sum(1).clamp(min=1)
-            seen[name] = torch.where(whose.any(0), a.clamp(min=TINY).log(), torch.nan).cpu()
+            held = rows.any(2).any(1)
+            seen[name] = torch.where(held, a.clamp(min=TINY).log(), torch.nan).cpu()
             if len(seen) == len(self._rows):
                 raise Seen
 
@@ -132,23 +129,21 @@ def plain_texts(model: Any, folder: Path | None) -> list[Tensor]:
 
 
 def updates_of(
-    items: Sequence[Item], tasks: Sequence[str], numbers: Sequence[int], layers: Mapping[str, Any]
-) -> dict[str, dict[str, Factors]] | None:
-    """Weight -> task -> the factors of its update; None unless they change linear layers alone.
+    items: Sequence[Item], tasks: Sequence[int], layers: Mapping[str, Any]
+) -> dict[str, list[Factors]] | None:
+    """Weight -> the update of each of these tasks; None unless they change linear layers alone.
 
     Args:
-        numbers: of the tasks, among the inputs of each item.
         layers: the linear layers, by the names of their weights.
     """
-    found = dict[str, dict[str, Factors]]()
+    found = dict[str, list[Factors]]()
     for item in (i for i in items if any(part.factors != () for part in i.inputs)):
         if not item.factored or item.name not in layers:
             return None
-        own, like = [item.updates()[k] for k in numbers], layers[item.name].weight.detach()
+        own, like = [item.updates()[k] for k in tasks], layers[item.name].weight.detach()
         if is_turned(layers[item.name]):
             own = [Factors(each.right.T, each.left.T) for each in own]
-        cast = [Factors(each.left.to(like), each.right.to(like)) for each in own]
-        found[item.name] = dict(zip(tasks, cast, strict=True))
+        found[item.name] = [Factors(each.left.to(like), each.right.to(like)) for each in own]
     return found
 
 
@@ -158,7 +153,7 @@ class Router(Routing):
     Attributes:
         gate: the scores.
         use: changes the model's weights to those of a task, or of the base.
-        updates: weight of a linear layer -> task -> its update; then no weights change.
+        updates: weight of a linear layer -> the update of each task; then no weights change.
         threshold: how far a task's score must be above all others, and above 0.
         explain: whether to print scores.
         scores: task -> score, for each of the last prompts.
@@ -169,13 +164,13 @@ class Router(Routing):
         self,
         gate: Gate,
         use: Callable[[str | None], object],
-        updates: Mapping[str, Mapping[str, Factors]] | None,
+        updates: Mapping[str, Sequence[Factors]] | None,
     ) -> None:
         super().__init__(gate.model)
         self.gate, self.use, self.updates = gate, use, updates
         self.threshold, self.explain = THRESHOLD, False
         self.scores, self.chosen = list[dict[str, float]](), list[str | None]()
-        self._groups = dict[str | None, list[int]]()  # task -> sequences, in a pass with updates
+        self._groups = dict[str | None, list[int]]()  # task -> sequences, during a call
 
     def route(self) -> nn.Module:
         super().route()
@@ -204,16 +199,13 @@ class Router(Routing):
     def _answer(self, call: Callable[..., Any], given: dict[str, Any], chosen: Any) -> Any:
         chosen = self.choose(**given) if chosen is None else chosen
         groups = {t: [k for k, each in enumerate(chosen) if each == t] for t in chosen}
-        if self.updates is not None:
-            self.use(None)
+        if self.updates is not None or len(groups) == 1:
+            self.use(chosen[0] if self.updates is None else None)
             self._groups = groups
             try:
                 return call(**given), chosen
             finally:
                 self._groups = {}
-        if len(groups) == 1:
-            self.use(chosen[0])
-            return call(**given), chosen
         if any(map(is_cache, given.values())):
             raise UserError("prompts of several tasks share no cache: leave `past_key_values` out")
         outputs = []
@@ -230,7 +222,7 @@ class Router(Routing):
         return tree_map(partial(joined, order, filler), *outputs, is_leaf=is_cache), chosen
 
     def _add(
-        self, own: Mapping[str, Factors], layer: nn.Module, args: tuple[Tensor, ...], y: Tensor
+        self, own: Sequence[Factors], layer: nn.Module, args: tuple[Tensor, ...], y: Tensor
     ) -> Tensor:
         """W x + left right x, with the update of each sequence's task."""
         if not (size := sum(map(len, self._groups.values()))):
@@ -238,7 +230,7 @@ class Router(Routing):
         # `generate` makes beams of a sequence, and some models have tokens of all in one dimension
         x, found = (each.reshape(size, -1, each.shape[-1]) for each in (args[0], y))
         for task in self._groups.keys() - {None}:
-            update, rows = own[str(task)], self._groups[task]
+            update, rows = own[self.gate.tasks.index(str(task))], self._groups[task]
             found[rows] += x[rows] @ update.right.T @ update.left.T
         return found.view_as(y)
 

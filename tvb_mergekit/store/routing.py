@@ -13,7 +13,6 @@ import itertools
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -231,15 +230,12 @@ def routed_model(model: nn.Module, file: Path) -> Routed:
     if '"version": 1,' not in metadata_of(file).get(LEARNED, ""):
         why = "damaged, or written by another tvb-mergekit"
         raise UserError(f"{file}: {why}; copy it again, or repeat `tvb learn`")
-    held = load_file(file)
-    states = defaultdict[str, dict[str, Tensor]](dict)  # of the router of each MLP
-    for name in [name for name in held if ".router." in name]:
-        mlp, _, key = name.rpartition(".router.")
-        states[mlp][key] = held.pop(name)
-    routers = dict[str, nn.Module]()
-    for mlp, state in states.items():
-        shapes = [tensor.shape for _, tensor in sorted(state.items()) if tensor.dim() == 2]
-        router = router_of([shapes[0][1], *(rows for rows, _ in shapes)])
+    held, routers = load_file(file), dict[str, nn.Module]()
+    for mlp in {name.partition(".router.")[0] for name in held if ".router." in name}:
+        names = sorted(name for name in held if name.startswith(f"{mlp}.router."))
+        state = {name.rpartition(".router.")[2]: held.pop(name) for name in names}
+        weights = [tensor for tensor in state.values() if tensor.dim() == 2]
+        router = router_of([weights[0].shape[1], *map(len, weights)])
         router.load_state_dict(state)
         routers[mlp] = router.requires_grad_(False)
     return Routed(model, routers, held)
