@@ -6,6 +6,7 @@ the lines, and the commands run in this process. What takes longer is parsed by 
 """
 
 import itertools
+import json
 import os
 import re
 import shlex
@@ -29,7 +30,6 @@ from click.testing import CliRunner
 from commands import recipe
 from lm_eval._cli import HarnessCLI
 from mergekit.scripts import run_yaml
-from test_learn import as_lines, lines
 from test_lora import train
 from tiny import family, llama, load
 from torch.distributed.run import get_args_parser
@@ -88,7 +88,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("code-adapter", "new-adapter", *shipped)):
         train(folder / "base", folder / name, seed, lora_alpha=0.2)
     for task in (*NAMES[:3], "law"):
-        as_lines(folder / f"{task}.jsonl", lines(len(task)))
+        example = json.dumps({"prompt": "t1 t2 t3 ", "response": f"t{len(task)} t4"})
+        (folder / f"{task}.jsonl").write_text(4 * f"{example}\n")
     lora = [f"base+{name}" for name in ("code-adapter", "new-adapter")]
     for name, models, keys in (
         ("recipe", NAMES[:3], {"basis": "balanced", "num_bases": 2}),
