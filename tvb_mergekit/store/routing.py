@@ -51,17 +51,21 @@ class Routing(ABC):
         # PEFT calls `forward` of the model, and some users its body alone
         body = getattr(self.model, "base_model", self.model)
         for owner, name in {(self.model, "generate"), (self.model, "forward"), (body, "forward")}:
-            if old := getattr(owner, name, None):
-                own = {key: value for key, value in vars(owner).items() if key == name}
-                self._undo.callback(vars(owner).update, own)
-                self._undo.callback(vars(owner).pop, name)
-                vars(owner)[name] = functools.wraps(old)(partial(self._call, old))
+            if hasattr(owner, name):
+                self._replace(owner, name, self._call)
         return self.model
 
     def reset(self) -> nn.Module:
         """The model without routing, with the weights that it has."""
         self._undo.close()
         return self.model
+
+    def _replace(self, owner: nn.Module, name: str, new: Callable[..., Any]) -> None:
+        """Replace a method until `reset`; `new` gets the former one before its arguments."""
+        old, own = getattr(owner, name), {key: v for key, v in vars(owner).items() if key == name}
+        self._undo.callback(vars(owner).update, own)
+        self._undo.callback(vars(owner).pop, name)
+        vars(owner)[name] = functools.wraps(old)(partial(new, old))
 
     @contextmanager
     def _inside(self) -> Iterator[bool]:
@@ -160,7 +164,7 @@ class Routed(Routing):
         self._layers = {name: linear[name] for name in bases if name.endswith(".weight")}
         self._mlps = routed_parameters(model)
         self._mask: Any = None
-        self._combined = dict[str, tuple[Tensor, Tensor]]()  # r of a single prompt, sum_m r_m B_m
+        self._combined = dict[str, tuple[Tensor, Tensor]]()  # of a single prompt: r, weight
 
     def route(self) -> nn.Module:
         """The model, whose MLPs combine the bases for each sequence from now on."""
@@ -170,8 +174,7 @@ class Routed(Routing):
             hook = self.model.get_submodule(name).register_forward_pre_hook(choose)
             self._undo.callback(hook.remove)
         for name, layer in self._layers.items():
-            hook = layer.register_forward_hook(partial(self._add, name))
-            self._undo.callback(hook.remove)
+            self._replace(layer, "forward", partial(self._linear, name, layer))
         return self.model
 
     def _answer(self, call: Callable[..., Any], given: dict[str, Any], chosen: Any) -> Any:
@@ -189,34 +192,35 @@ class Routed(Routing):
             total = (given * mask[..., None]).sum(1, dtype=kind)
             self.coefficients[name] = router(total / mask.sum(1, True, dtype=kind).clamp(min=1))
 
-    def _add(self, name: str, layer: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
-        """The layer's outputs and sum_m r_m B_m x, with r of each sequence."""
-        x, r, bias = args[0], self.coefficients.get(self._mlps[name]), f"{name[:-6]}bias"
+    def _linear(self, name: str, layer: Any, old: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """(W + sum_m r_m B_m) x, with r of each sequence."""
+        r, weight, bias = self.coefficients.get(self._mlps[name]), layer.weight, f"{name[:-6]}bias"
         if r is None or x.dim() != 3 or len(x) != len(r):
             said = f"`{name}`: inputs {list(x.shape)} after {0 if r is None else len(r)} prompts"
             raise UserError(f"{said}; begin with all prompts, and `exclude` experts from the bases")
-        bases, turned = self.bases[name].to(x), is_turned(layer)
+        bases, turned = self.bases[name].to(weight.detach()), is_turned(layer)
         self.bases[name] = bases  # where the model is by now
 
         def combined(r: Tensor) -> Tensor:
-            with torch.autocast(x.device.type, enabled=False):
-                found = (r.to(x) @ bases.flatten(1)).view_as(bases[0])
-            return found if turned else found.mT
+            with torch.autocast(weight.device.type, enabled=False):
+                moved = torch.addmm(weight.reshape(1, -1), r[None].to(weight), bases.flatten(1))
+            moved = moved.view(weight.shape)
+            return moved if turned else moved.mT
 
         if len(r) == 1 and not r.requires_grad:  # once for all tokens to come
             if self._combined.get(name, (None,))[0] is not r:
                 self._combined[name] = r, combined(r[0])
-            change: Tensor = x @ self._combined[name][1]
+            y = x @ self._combined[name][1]
         elif x.shape[1] == 1 and not r.requires_grad:  # no weights of one sequence are made
             terms = r.T.to(x)[:, :, None] * x[:, 0]
-            change = torch.bmm(terms, bases if turned else bases.mT).sum(0)[:, None]
+            y = torch.bmm(terms, bases if turned else bases.mT).sum(0)[:, None]
+            y = y + x @ (weight if turned else weight.mT)
         else:  # the backward pass combines them again
             some: Any = lambda x, r: x @ combined(r)  # noqa: E731
             rows = [checkpoint(some, *each, use_reentrant=False) for each in zip(x, r, strict=True)]
-            change = torch.stack(rows)
-        if bias in self.bases:
-            change = change + (r.to(x) @ self.bases[bias].to(x))[:, None]
-        return y + change
+            y = torch.stack(rows)
+        y = y if layer.bias is None else y + layer.bias
+        return y + (r.to(x) @ self.bases[bias].to(x))[:, None] if bias in self.bases else y
 
 
 def routers_in(folder: str | os.PathLike[str]) -> Path | None:
