@@ -22,7 +22,7 @@ from test_faults import snapshot
 from tvb_mergekit import __version__
 from tvb_mergekit.cli.commands import main
 from tvb_mergekit.cli.stores import WAYS
-from tvb_mergekit.store.facts import read_facts, write_facts
+from tvb_mergekit.store.facts import StoreFacts, read_facts, write_facts
 from tvb_mergekit.store.recipes import ALL_TASKS
 
 COMMANDS = "build inspect add undo remove export merge score learn tune".split()
@@ -230,7 +230,7 @@ def test_a_base_that_has_moved_where_mergekit_would_split_its_name(here: Path) -
     for name in ("base", "new-model", "store"):
         (here / name).rename(folder / name)
     store = folder / "store"
-    facts = read_facts(store / "store.json")
+    facts = read_facts(store / "store.json", StoreFacts)
     write_facts(store / "store.json", facts.but(base_path=str(here / "base"), base_beside=None))
     export = ["export", store, "out", "--task", "math"]
     assert "base: no such folder" in (said := refused(*export)) and "--base" in said

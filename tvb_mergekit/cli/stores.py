@@ -13,7 +13,7 @@ from click import argument, option
 
 from tvb_mergekit.cli import options as cli
 from tvb_mergekit.cli.options import MODELS, PLACE, command, flag
-from tvb_mergekit.errors import UserError, counted, listed, megabytes
+from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.tensors import ranks
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def build(recipe: str, store: str, dtype: str | None, **values: Any) -> None:
     engine, document = cli.engine_of(values), cli.read_recipe(recipe)
     document.whole_tasks()
     from tvb_mergekit.plugin.inputs import read_inputs
-    from tvb_mergekit.store.change import check_new_store
+    from tvb_mergekit.tensors.output import check_output_folder
 
-    check_new_store(store)  # before anything is downloaded
+    check_output_folder(store)  # before anything is downloaded
     inputs = read_inputs(document, cli.model_options(values))
     _tell(build_store(inputs, store, engine, dtype=cli.dtype_of(dtype), keep=share))
 
@@ -94,8 +94,9 @@ def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
 
 
 def _inspection(path: str, values: dict[str, Any]) -> Inspection:
-    from tvb_mergekit.store.facts import FACTS, FOLDER
-    from tvb_mergekit.store.files import read_output, unnamed_files
+    from safetensors.torch import load_file
+
+    from tvb_mergekit.store.facts import FACTS, FOLDER, TENSORS, Facts, read_facts
     from tvb_mergekit.store.inspection import Inspection
     from tvb_mergekit.store.store import load
 
@@ -112,12 +113,9 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
         plan_only(document, options)  # compares the base
         path = document.recipe.store.place
     if (Path(path) / FOLDER / FACTS).is_file():
-        return Inspection(*read_output(Path(path) / FOLDER))
+        facts = read_facts(Path(path, FOLDER, FACTS), Facts)
+        return Inspection(facts, load_file(Path(path, FOLDER, TENSORS)))
     bases = load(path, checksums=True)
-    if left := unnamed_files(Path(path), bases.facts):
-        size = megabytes(sum(file.stat().st_size for file in left))
-        said = "%s of interrupted changes (%s); delete them if no command changes the store now"
-        logging.warning(said, size, listed(list(map(str, left))))
     return Inspection(bases.facts, bases.tensors)
 
 

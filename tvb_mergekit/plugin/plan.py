@@ -14,7 +14,7 @@ from mergekit.common import ModelReference, dtype_from_name
 from mergekit.options import MergeOptions
 from torch import Tensor
 
-from tvb_mergekit.core.basis import Basis, Combination, Tunables, over_bases, warnings
+from tvb_mergekit.core.basis import Basis, Combination, Tunables, warnings
 from tvb_mergekit.core.gram import check_copied
 from tvb_mergekit.core.settings import VARYING_KEYS
 from tvb_mergekit.errors import UserError, listed, refusing
@@ -22,6 +22,7 @@ from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.sources import Candidate
 from tvb_mergekit.store import report
 from tvb_mergekit.store.facts import Facts
+from tvb_mergekit.store.store import combined
 from tvb_mergekit.tensors import merging, ranks
 from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint
 from tvb_mergekit.tensors.merging import check_matrices
@@ -275,19 +276,8 @@ class Plan:
             name = item.base.name
             tensor = item.whole(item.base) if name is None else self.base.tensor(name)
             check_copied(item.name, tensor, any(s.excludes(item.name) for s in excluding))
-        self.built = self._combination(inner)
+        self.built = combined(self.recipe.bases, self.tasks, self.engine, inner)
         return self.built
-
-    def _combination(self, inner: bool) -> Combination:
-        recipe, store = self.recipe, self.recipe.store
-        if store is None:
-            return merging.build_basis(self.tasks, self.engine, inner=inner)
-        # All vectors in order; PCA's mean is the last, if the method reconstructs a task.
-        shares = store.shares * torch.tensor(recipe.weights[: store.num_bases], dtype=torch.float64)
-        table = store.reconstruction(store.tasks)[: len(recipe.order)]
-        stored = over_bases(recipe.settings, store.tasks, shares, table)
-        merging.count_if_needed(stored, self.tasks.items, self.engine, zeros=self.tasks.unchanged)
-        return stored
 
     def merge_into(self, sink: Sink, items: Sequence[Item]) -> None:
         """Give `sink` the merged tensors. Raise UserError as `build`, or if a result overflows."""

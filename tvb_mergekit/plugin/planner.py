@@ -138,7 +138,7 @@ def _opened(
     held: dict[ModelReference, Weights] = {recipe.base: base}
     if recipe.bases is not None:
         recipe.bases.check_base(base, str(recipe.base))
-        vectors = recipe.bases.as_models(base)
+        vectors = recipe.bases.sources
         held |= {m: vectors[k] for m, k in zip(recipe.models, recipe.order, strict=True)}
     else:
         for task, model in zip(recipe.tasks, recipe.models, strict=True):

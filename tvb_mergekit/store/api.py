@@ -8,8 +8,11 @@ Weights are read in pieces, so memory does not grow with the models on disk.
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import warnings
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,22 +21,16 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit import hub
-from tvb_mergekit.core.basis import Combination, Tunables, over_bases
+from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.settings import VARYING_KEYS, check_tasks, check_value, resolve_settings
 from tvb_mergekit.errors import UserError, check_known, check_names
 from tvb_mergekit.store.add import add_task, remove
 from tvb_mergekit.store.build import build_store, kept_share
 from tvb_mergekit.store.change import undo
 from tvb_mergekit.store.export import combine, items_of, task_column
-from tvb_mergekit.store.store import Bases, load
+from tvb_mergekit.store.store import Bases, combined, load
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
-from tvb_mergekit.tensors.merging import (
-    build_basis,
-    check_matrices,
-    count_if_needed,
-    merge_items,
-    settings_over,
-)
+from tvb_mergekit.tensors.merging import check_matrices, merge_items, settings_over
 from tvb_mergekit.tensors.output import MARKER, in_memory
 from tvb_mergekit.tensors.stream import Engine, StateDict, Weights, device_of
 from tvb_mergekit.tensors.taskset import UNCHANGED, TaskSet, match
@@ -59,9 +56,10 @@ def build(
 
     Args:
         models: Task -> its fine-tuned model.
-        out: The path of the store to write. Without it the vectors are state dicts in memory.
+        out: The store to write. Without it, the store lies in a temporary folder, which goes when
+            nothing needs the bases any more.
         weights: Task -> scale of its task vector; 1 by default.
-        dtype, lossless, keep: As the options of `tvb build`. Bases, and vectors in memory, are
+        dtype, lossless, keep: As the options of `tvb build`. Bases, and vectors without `out`, are
             float32 by default.
         settings: the recipe's keys, such as `basis="balanced"`, `num_bases=2`, `exclude="head"`.
 
@@ -79,13 +77,15 @@ def build(
     """
     told, share = list[str](), kept_share(lossless, keep, dtype)
     inputs = _inputs(base, models, weights or {}, settings, told)
-    if share and out is None:
-        raise UserError("`lossless` and `keep` are for a store on disk: give `out`")
-    if out is None or inputs.settings.basis != "none":
+    if not share and (out is None or inputs.settings.basis != "none"):
         dtype = dtype or torch.float32
-    engine = Engine(device_of(device))
-    made = build_store(inputs, out, engine, dtype=dtype, keep=share, warn=told.append)
-    _warn(told)
+
+    def make(place: str | os.PathLike[str]) -> Bases:
+        return build_store(inputs, place, Engine(device_of(device)), dtype, share, told.append)
+
+    made = _temporary(make) if out is None else make(out)
+    for line in told:
+        warnings.warn(line, stacklevel=2)
     return made
 
 
@@ -107,13 +107,13 @@ def add(
     Doubts are warnings, where `tvb add` needs `--force`.
 
     Args:
-        bases: The path of a store, which is changed, or made if it does not exist. Or bases in
-            memory, which are not changed; None begins new ones.
+        bases: The path of a store, which is changed, or made if it does not exist. Bases without a
+            path of the user are not changed; None begins new ones.
         budget, compress: As the options of `tvb add`.
         dtype: The dtype of new vectors; existing bases keep theirs.
         settings: The recipe's keys for a new store.
     """
-    store, told = bases.path or bases if isinstance(bases, Bases) else bases, list[str]()
+    told = list[str]()
 
     def inputs_for(found: Bases | None) -> TaskSet:
         if found is not None and settings:
@@ -121,10 +121,33 @@ def add(
         kept = {"exclude": found.settings.exclude} if found and found.settings.exclude else settings
         return _inputs(base, {task: model}, {task: weight}, kept, told)
 
-    engine = Engine(device_of(device))
-    grown = add_task(store, inputs_for, engine, budget, compress, dtype, told.append)
-    _warn(told)
+    def make(place: str | os.PathLike[str]) -> Bases:
+        engine, own = Engine(device_of(device)), dtype or (torch.float32 if bases is None else None)
+        return add_task(place, inputs_for, engine, budget, compress, own, told.append)
+
+    if bases is None or (isinstance(bases, Bases) and bases.temporary):
+        grown = _temporary(make, bases)
+    else:
+        grown = make(bases.path if isinstance(bases, Bases) else bases)
+    for line in told:
+        warnings.warn(line, stacklevel=2)
     return grown
+
+
+def _temporary(make: Callable[[Path], Bases], old: Bases | None = None) -> Bases:
+    """What `make` does to a copy of a store in a folder that goes with the bases."""
+    folder = Path(tempfile.mkdtemp(prefix="tvb-"))
+    try:
+        if old is not None:
+            shutil.copytree(old.path, folder, copy_function=os.link, dirs_exist_ok=True)
+        made = replace(make(folder), temporary=True)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    weakref.finalize(made, shutil.rmtree, folder, ignore_errors=True)
+    for source in made.sources:
+        vars(source)["bases"] = made  # so that the folder stays as long as one of them
+    return made
 
 
 def reconstruct(
@@ -156,34 +179,27 @@ def merge(
         parameters: The recipe's keys for merging: `lambda_` for `lambda`, `density`, `exclude`, ...
             Over a store of all tasks also those of bases; without them all task vectors merge.
     """
-    given, engine = _plain(parameters), Engine(device_of(device))
-    settings, found = bases.merge_settings(method, given), base_of(bases, base, dtype)
+    given, found = _plain(parameters), base_of(bases, base, dtype)
+    settings = bases.merge_settings(method, given)
     if bases.whole and not settings.names_a_basis:
         settings = settings.but(basis="none")
-    settings = settings_over(found, settings)
+    settings, engine = settings_over(found, settings), Engine(device_of(device))
     varying = {key: spec.default_for(method) for key, spec in VARYING_KEYS.items()}
     varying |= {key: check_value(key, given[key]) for key in varying if key in given}
-    tunables = Tunables.of(varying)
-    sources = bases.sources if method == "basis_negate" else list(bases.vectors)
-    items = [
-        replace(i, counted_as=bases.stored_name(i.name), tunables=tunables) if i.inputs else i
-        for i in items_of(bases, found, dtype, sources, settings.excludes)
-    ]
-    counted = [item for item in items if item.counted_as == item.name]
-    combined: Combination
-    if bases.whole:
-        scales = bases.scales.tolist()
-        known = None if settings.exclude else bases.sums(range(bases.num_bases))
-        combined = build_basis(TaskSet(settings, bases.tasks, scales, counted, sums=known), engine)
-    else:
-        table = bases.reconstruction(bases.tasks)[: len(sources)]
-        combined = over_bases(settings, bases.tasks, bases.shares, table)
-        left = bases.facts.left_out
-        zeros = (found.tensors[name].numel for name in left if left[name] == UNCHANGED)
-        count_if_needed(combined, counted, engine, zeros=sum(zeros))
+    sources = bases.sources if method == "basis_negate" else bases.vectors
+    items, left = items_of(bases, found, dtype, sources), bases.facts.left_out
+    for place, item in enumerate(items):
+        if item.inputs and not settings.excludes(item.name):
+            counted = bases.stored_name(item.name)
+            items[place] = replace(item, counted_as=counted, tunables=Tunables.of(varying))
+    tasks = TaskSet(settings, bases.tasks, bases.scales.tolist(), [])
+    tasks.items = [item for item in items if item.counted_as == item.name]
+    tasks.sums = None if settings.exclude else bases.sums(range(bases.num_bases))
+    tasks.unchanged = sum(found.tensors[n].numel for n in left if left[n] == UNCHANGED)
+    made = combined(bases, tasks, engine)
     check_matrices(settings, items)
     held, sink = in_memory(items)
-    merge_items(combined, items, sink, engine)
+    merge_items(made, items, sink, engine)
     return {name: tensor[0] for name, tensor in held.items()}
 
 
@@ -199,11 +215,6 @@ def base_of(bases: Bases, base: Model, dtype: torch.dtype | None = None) -> Weig
 def _plain(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe's keys: `lambda_` is `lambda`."""
     return {key.rstrip("_"): value for key, value in keys.items()}
-
-
-def _warn(told: list[str]) -> None:
-    for line in told:
-        warnings.warn(line, stacklevel=3)  # at the caller of `build` or `add`
 
 
 def _inputs(

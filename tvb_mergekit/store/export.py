@@ -2,7 +2,7 @@
 
 A lossless store gives each model as it was. `files/NAME/` holds the other tensors of a model in
 `rest.safetensors`, and the files that the base's folder does not have alike, such as configuration
-and tokenizer. `original.json` lists both.
+and tokenizer.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +24,10 @@ from tvb_mergekit import hub
 from tvb_mergekit.core.basis import Step
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.change import slugs
-from tvb_mergekit.store.facts import StoredFile
-from tvb_mergekit.store.files import record_of
+from tvb_mergekit.store.facts import check_files, record_of
 from tvb_mergekit.store.report import OURS, section, vectors
 from tvb_mergekit.store.store import Bases
-from tvb_mergekit.tensors.checkpoint import RESTORE, TOKENIZER_FILES, Checkpoint
+from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint
 from tvb_mergekit.tensors.coding import Coded, keep
 from tvb_mergekit.tensors.output import (
     FolderWriter,
@@ -44,7 +44,7 @@ from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.ties import say_untied
 
 LOSSY = 0.3  # relative error of a reconstructed task beyond which an export warns
-REST, ABOUT = "rest.safetensors", "original.json"
+REST = "rest.safetensors"
 ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".codes", ".py")
 # Files of folders: the modules of sentence-transformers
 INNER = re.compile(r"(\d_[A-Z]\w*|additional_chat_templates)/\w[\w.-]*")
@@ -55,17 +55,16 @@ def items_of(
     base: Weights,
     dtype: torch.dtype | None,
     sources: Sequence[Weights],
-    exclude: Callable[[str], bool] = lambda name: False,
 ) -> list[Item]:
-    """Every tensor of the base, with those of `sources` where the bases hold it, unless excluded.
+    """Every tensor of the base, with those of `sources` where the bases hold it.
 
     `dtype` is that of the floating-point tensors of the output; None keeps the base's own.
     """
     items = []
     for name, info in base.tensors.items():
         out = dtype if dtype and info.dtype.is_floating_point else info.dtype
-        held = None if exclude(name) else bases.stored_name(name)
-        inputs = () if held is None else tuple(Part.of(each, held, "delta") for each in sources)
+        held = bases.stored_name(name)
+        inputs = () if held is None else tuple(Part.of(each, held) for each in sources)
         items.append(Item(name, info.shape, Part.of(base, name), inputs, out))
     return items
 
@@ -113,30 +112,38 @@ def export(
     Args:
         base_folder: whose config.json and tokenizer the models get; None for a bare state dict.
         every: write several, each into a folder of its own below `out`.
+        dtype: of the floating-point tensors; None: their own.
         warn: called with a line about each task whose reconstruction is far from it.
     """
     columns = torch.cat([task_column(bases, task) for task in tasks], 1)
     check_output_folder(out)
     items = items_of(bases, base, dtype, bases.sources)
-    check_disk(os.fspath(out), len(tasks) * sum(item.written for item in items))
+    check_disk(out, len(tasks) * sum(item.written for item in items))
     for line in filter(None, (lost_of(bases, task) for task in tasks)):
         warn(line)
-    exact = {vector.name: vector for vector in bases.facts.vectors if vector.codec == "lossless"}
+    exact = {v.name: k for k, v in enumerate(bases.facts.vectors) if v.codec == "lossless"}
+    lossy = [k for k, task in enumerate(tasks) if task not in exact]
     with staged(out) as folder:
         places = [folder / slug for slug in slugs(tasks)] if every else [folder]
-        lossy = [k for k, task in enumerate(tasks) if task not in exact]
         if lossy:
-            shards = plan_shards(items)
-            writers = [FolderWriter(places[k], shards, {"format": "pt"}) for k in lossy]
+            writers = [FolderWriter(places[k], plan_shards(items), {"format": "pt"}) for k in lossy]
             combine(items, columns[:, lossy], into(*writers), engine)
-            for writer in writers:
-                copy_config(base_folder, writer.folder, dtype)
-                say_untied(writer.folder)
         for task, place in zip(tasks, places, strict=True):
-            if task in exact and bases.path:
-                original = (bases.path / exact[task].files[0].file).parent
-                vector = bases.sources[bases.index(task)]
-                restore(original, vector, base, base_folder, place, dtype, engine)
+            files = companions(base_folder)
+            if task in exact:
+                own, files = original(bases, exact[task], base, base_folder, dtype)
+                writer = FolderWriter(place, plan_shards(own), {"format": "pt"})
+                combine_pass(own, {}, into(writer), engine, title="Models")
+            for name, file in files.items():
+                (place / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, place / name)
+            if task not in exact:
+                say_untied(place)
+            if dtype is not None and (config := place / "config.json").is_file():
+                said = json.loads(config.read_text(encoding="utf-8"))
+                named = str(dtype).removeprefix("torch.")
+                said |= {key: named for key in ("dtype", "torch_dtype") if key in said}
+                config.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
             (place / "README.md").write_text(_card(bases, task), encoding="utf-8")
 
 
@@ -181,12 +188,12 @@ def is_companion(name: str) -> bool:
 
 def write_original(
     store: Path, place: str, inputs: TaskSet, number: int, engine: Engine
-) -> list[StoredFile]:
-    """Write what the vector of model `number` lacks into the folder `place`; returns the files."""
+) -> dict[str, Any]:
+    """Write what the vector of a model lacks into the folder `place`; returns keys of `Vector`."""
     source, base, folder = inputs.sources[number], inputs.base, store / place
     folder.mkdir(parents=True)
-    held = {item.name for item in inputs.items if _is_own(source, item, number)}
-    rest = []
+    foreign = [item.name for item in inputs.items if not _is_own(source, item, number)]
+    rest, shared, held = [], {}, {*inputs.names} - {*foreign}
     for name in source.in_file:
         info = source.tensors[name]
         if name not in held:
@@ -197,16 +204,18 @@ def write_original(
         keep({folder / REST: REST}, rest, engine=engine, title="Rest")
     of_folder = isinstance(source, Checkpoint) and not os.path.isfile(inputs.models[number])
     files = companions(source.folder if of_folder else None)
-    for name, file in files.items():
-        twin = inputs.folder and inputs.folder / name
-        if not (twin and twin.is_file() and filecmp.cmp(file, twin, shallow=False)):
-            shutil.copyfile(file, folder / name.replace("/", "%2F"))
     if files.keys().isdisjoint(TOKENIZER_FILES):
         files = companions(inputs.folder) | files
-    sums = {name: checksum_of(file) for name, file in files.items()}
-    about = {"tensors": source.in_file, "files": sums}
-    (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    return [record_of(store, f"{place}/{file.name}") for file in sorted(folder.iterdir())]
+    for name, file in files.items():
+        twin = inputs.folder and inputs.folder / name
+        if twin and twin.is_file() and filecmp.cmp(file, twin, shallow=False):
+            shared[name] = checksum_of(file)
+        else:
+            shutil.copyfile(file, folder / name.replace("/", "%2F"))
+    own = [record_of(store, f"{place}/{file.name}") for file in sorted(folder.iterdir())]
+    if not own:
+        folder.rmdir()
+    return {"files": own, "shared": shared, "foreign": foreign}
 
 
 def _is_own(source: Weights, item: Item, number: int) -> bool:
@@ -220,67 +229,36 @@ def _is_own(source: Weights, item: Item, number: int) -> bool:
     return same and torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (own, given)))
 
 
-def restore(
-    folder: Path,
-    vector: Weights,
+def original(
+    bases: Bases,
+    number: int,
     base: Weights,
     base_folder: Path | None,
-    out: Path,
     dtype: torch.dtype | None,
-    engine: Engine,
-) -> None:
-    """Write a model of a lossless store into the folder `out`, as it was.
-
-    Args:
-        folder: what `write_original` wrote.
-        dtype: of the floating-point tensors; None: their own, to the bit.
+) -> tuple[list[Item], dict[str, Path]]:
+    """The tensors and other files, by their names, of a model of a lossless store, as they were.
 
     Raises:
         UserError: a file of the model, or of the base, is not what it was.
     """
-    try:
-        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-        names, files = list(about["tensors"]), dict(about["files"])
-        # A store of somebody else must not write outside `out`.
-        if not all(map(is_companion, files)):
-            raise ValueError("a file has a path instead of a name")
-        sources: list[Weights] = [vector]
-        if (folder / REST).is_file():
-            sources.insert(0, Coded(folder / REST, base))
-        items = []
-        for name in names:
-            source = next(each for each in sources if name in each.tensors)
-            info = source.tensors[name]
-            own = dtype if dtype and info.dtype.is_floating_point else info.dtype
-            items.append(Item(name, info.shape, Part.of(source, name), (), own))
-    except (OSError, ValueError, LookupError, TypeError, StopIteration, RecursionError) as error:
-        raise UserError(f"{folder / ABOUT}: cannot be read ({error}); {RESTORE}") from error
-    writer = FolderWriter(out, plan_shards(items), {"format": "pt"})
-    combine_pass(items, {}, into(writer), engine, title="Models")
-    for name, checksum in files.items():
-        places = [folder / name.replace("/", "%2F")]
-        places += [] if base_folder is None else [base_folder / name]
-        file = next((each for each in places if each.is_file()), places[-1])
+    vector, source = bases.facts.vectors[number], bases.sources[number]
+    check_files(bases.path, vector.files, checksums=True)
+    places = [bases.path / each.file for each in vector.files]
+    files = {file.name.replace("%2F", "/"): file for file in places}
+    every = {name: source for name in source.in_file if name not in vector.foreign}
+    if rest := files.pop(REST, None):
+        every |= dict.fromkeys((other := Coded(rest, base)).in_file, other)
+    items = []
+    for name, each in every.items():
+        info = each.tensors[name]
+        own = dtype if dtype and info.dtype.is_floating_point else info.dtype
+        items.append(Item(name, info.shape, Part.of(each, name), (), own))
+    for name, checksum in vector.shared.items():
+        files[name] = file = (base_folder or bases.path) / name
         if not file.is_file() or checksum_of(file) != checksum:
-            why = "missing or changed since the store was built, which needs it for the model"
-            raise UserError(f"{file}: {why}; restore it")
-        (out / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, out / name)
-    recast(out / "config.json", dtype)
-
-
-def copy_config(source: Path | None, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Give a folder the companions of the base; `dtype` is the model's, if it is another."""
-    for name, file in companions(source).items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, folder / name)
-    recast(folder / "config.json", dtype)
-
-
-def recast(config: Path, dtype: torch.dtype | None) -> None:
-    """Name the dtype of a model in its configuration, if there are both."""
-    if dtype is not None and config.is_file():
-        said = json.loads(config.read_text(encoding="utf-8"))
-        name = str(dtype).removeprefix("torch.")
-        said |= {key: name for key in ("dtype", "torch_dtype") if key in said}
-        config.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+            said = "missing or changed since the store was built, which needs it for the model"
+            raise UserError(f"{file}: {said}; restore it")
+    for name in files:  # a store of somebody else must not write outside the output
+        if not is_companion(name):
+            raise UserError(f"{bases.path}: {name!r} is not the name of a model's file")
+    return items, files

@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tvb_mergekit.names import TRANSPOSED, is_linear, looked_at
-from tvb_mergekit.store.facts import StoredFile
-from tvb_mergekit.store.files import check_files, record_of, write_tensors
+from tvb_mergekit.store.facts import StoredFile, check_files, record_of, write_tensors
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.stream import Item
 from tvb_mergekit.tensors.taskset import TaskSet

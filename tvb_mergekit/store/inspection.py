@@ -14,9 +14,7 @@ from torch import Tensor
 from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.encoders.balanced import completion
 from tvb_mergekit.store.facts import Facts, StoreFacts
-from tvb_mergekit.store.report import errors_of
 
-CHOICE = "num_bases retained_energy balanced_energy spectral_bound next_eigenvalue".split()
 NUMBERS = ("gram", "eigenvalues", "encoder", "decoder", "reconstruction")
 
 
@@ -24,7 +22,7 @@ NUMBERS = ("gram", "eigenvalues", "encoder", "decoder", "reconstruction")
 class Inspection:
     """Facts and tensors of a merge, a store or (not `built`) a recipe, and derived numbers.
 
-    Without G of the task vectors, `gram` and `cosines` are None and `choices` are empty.
+    Without G of the task vectors `cosines` are None and `choices` are empty.
     """
 
     facts: Facts
@@ -40,10 +38,6 @@ class Inspection:
         """Whether a store holds the task vectors themselves."""
         return self.store is not None and self.store.whole
 
-    @cached_property
-    def gram(self) -> Gram | None:
-        return Gram.of(self.tensors["gram"]) if "gram" in self.tensors else None
-
     @property
     def cosines(self) -> Tensor | None:
         """Cosines [T, T] float64 between the task vectors; the diagonal is 1."""
@@ -52,14 +46,10 @@ class Inspection:
         lengths = gram.diagonal().clamp(min=0).sqrt()
         return (gram / lengths.outer(lengths)).nan_to_num(0.0).clamp(-1, 1).fill_diagonal_(1.0)
 
-    @cached_property
-    def errors(self) -> dict[str, float | None]:
+    @property
+    def errors(self) -> Mapping[str, float | None]:
         """||tau_hat - tau|| / ||tau|| by task; None where it is not known."""
-        if self.facts.errors or self.gram is None:
-            return self.facts.errors or dict.fromkeys(self.facts.tasks)
-        product = self.tensors["encoder"] @ self.tensors["decoder"]
-        rebuilt = self.tensors.get("reconstruction", product)
-        return errors_of(self.facts.tasks, self.tensors["gram"], rebuilt)
+        return self.facts.errors or dict.fromkeys(self.facts.tasks)
 
     @property
     def row_sums(self) -> list[float]:
@@ -71,15 +61,24 @@ class Inspection:
     @cached_property
     def choices(self) -> list[dict[str, float]]:
         """For each M = 1..T the best result of M bases, of any encoder and of balanced bases."""
-        if self.gram is None:
+        if "gram" not in self.tensors:
             return []
-        values, total, found = self.gram.values.tolist(), float(self.gram.values.sum()), []
+        gram, found = Gram.of(self.tensors["gram"]), []
+        values = gram.values.tolist()
+        total = sum(values) or 1.0  # without any energy all of it is retained
         for count, following in enumerate([*values[1:], 0.0], 1):
             bound = math.fsum(values[count:])  # Eq. 6
-            _, balanced = completion(self.gram, count, np.ones(len(values)))
-            best, even = (1.0 - loss / total if total > 0 else 1.0 for loss in (bound, balanced))
-            found.append((count, best, even, bound, following))
-        return [dict(zip(CHOICE, each, strict=True)) for each in found]
+            _, balanced = completion(gram, count, np.ones(len(values)))
+            found.append(
+                {
+                    "num_bases": count,
+                    "retained_energy": 1.0 - bound / total,
+                    "balanced_energy": 1.0 - balanced / total,
+                    "spectral_bound": bound,
+                    "next_eigenvalue": following,
+                }
+            )
+        return found
 
     @property
     def sizes(self) -> dict[str, int] | None:
@@ -103,13 +102,13 @@ class Inspection:
 
 def as_json(inspection: Inspection) -> dict[str, Any]:
     """Facts and numbers in plain JSON types, null if unknown; matrices are lists of rows."""
-    cosine, tensors = inspection.cosines, inspection.tensors
+    numbers = {name: inspection.tensors.get(name) for name in NUMBERS}
+    numbers["cosines"] = inspection.cosines
     derived = ("sizes", "bytes", "bits", "errors", "choices")
     return {
         "what": "store" if inspection.store else "merge" if inspection.built else "recipe",
         "num_tasks": len(inspection.facts.tasks),
         **inspection.facts.model_dump(mode="json", exclude={"seconds", "previous"}),
         **{name: getattr(inspection, name) for name in derived},
-        "cosines": None if cosine is None else cosine.tolist(),
-        **{n: tensors[n].tolist() if n in tensors else None for n in NUMBERS},
+        **{name: None if n is None else n.tolist() for name, n in numbers.items()},
     }

@@ -31,38 +31,34 @@ def times(setting: Any, factor: float) -> Any:
 
 def templates(facts: StoreFacts, store: str, base: str) -> dict[str, dict[str, Any]]:
     """Name -> recipe; `store` and `base` are their paths in it."""
-    every = {name: _recipe(method, facts, store, base) for name, method in ALL_TASKS.items()}
+    every = {name: (_parameters(method, facts), store) for name, method in ALL_TASKS.items()}
     for task in facts.tasks:
-        every[f"forget-{task}"] = _recipe("basis_negate", facts, store, base, task)
-    return every
-
-
-def _recipe(
-    method: str, facts: StoreFacts, store: str, base: str, forget: str | None = None
-) -> dict[str, Any]:
-    parameters, model = _parameters(method, facts), store
-    if forget is not None:
-        parameters["forget"] = forget
-        if facts.whole and not parameters["lambda"]:  # the other vectors are not needed
-            model = f"{store}/{forget}"
-    recipe = {"merge_method": method, "base_model": base, "models": [{"model": model}]}
-    return {**recipe, "parameters": parameters, **({"dtype": facts.dtype} if facts.dtype else {})}
+        parameters = _parameters("basis_negate", facts) | {"forget": task}
+        alone = facts.whole and not parameters["lambda"]  # the other vectors are not needed
+        every[f"forget-{task}"] = parameters, f"{store}/{task}" if alone else store
+    more = {"dtype": facts.dtype} if facts.dtype else {}
+    return {
+        name: {
+            "merge_method": ALL_TASKS.get(name, "basis_negate"),
+            "base_model": base,
+            "models": [{"model": model}],
+            "parameters": parameters,
+            **more,
+        }
+        for name, (parameters, model) in every.items()
+    }
 
 
 def _parameters(method: str, facts: StoreFacts) -> dict[str, Any]:
     """A method's parameters, from the recipe that the store was built by."""
-    built, parameters = facts.parameters, dict[str, Any]()
-    same = method == facts.method
+    built, same = facts.parameters, method == facts.method
     # The built recipe's numbers hold for its own method, or for the other of these two.
     shared = same or {method, facts.method} <= {"basis_ta", "basis_ties"}
-    for key in ("lambda", "density", "alpha"):
-        spec = VARYING_KEYS[key]
-        if method in spec.methods:
-            default = spec.default_for(method)
-            value = built.get(key, default) if shared else default
-            parameters[key] = ALPHA if value is None else value
-    if facts.whole:
-        parameters["basis"] = "none"
+    parameters: dict[str, Any] = {"basis": "none"} if facts.whole else {}
+    for key in (key for key, spec in VARYING_KEYS.items() if method in spec.methods):
+        default = VARYING_KEYS[key].default_for(method)
+        value = built.get(key, default) if shared else default
+        parameters[key] = ALPHA if value is None else value
     parameters["lambda_scale"] = built["lambda_scale"]
     if method in MATRIX_METHODS and not same and built["basis"] in EVEN:
         parameters["lambda_scale"] = "tasks"  # so that lambda 1 counts all task vectors

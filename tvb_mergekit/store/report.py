@@ -21,13 +21,12 @@ from tvb_mergekit.errors import counted, listed
 from tvb_mergekit.store.facts import (
     FACTS,
     FOLDER,
-    MERGE_VERSION,
     TENSORS,
     Facts,
     StoreFacts,
     write_facts,
+    write_tensors,
 )
-from tvb_mergekit.store.files import write_tensors
 from tvb_mergekit.tensors.taskset import TaskSet
 
 OURS = "[tvb-mergekit](https://pypi.org/project/tvb-mergekit/)"
@@ -52,7 +51,7 @@ def facts(
     in_force = basis.settings.in_force()
     varying = {k: v.copy().pop() if len(v) == 1 else sorted(v) for k, v in tunables.items()}
     found: dict[str, Any] = {
-        "format_version": MERGE_VERSION,
+        "format_version": 1,
         "versions": versions(),
         "method": basis.settings.method,
         "dtype": tasks.dtype,
@@ -66,7 +65,7 @@ def facts(
         kept["basis_weights"] = basis.weighted_encoder.diagonal().tolist()
         return Facts.model_validate({**dict(built), **found, "parameters": {**kept, **varying}})
     assert isinstance(basis, Basis)
-    sums, named = basis.sums, ("base", *basis.tasks)
+    sums = basis.sums
     norms = [math.sqrt(sums.base_norm_squared), *sums.norms]
     weights = dict(zip(basis.tasks, basis.weights, strict=True))
     found |= {
@@ -76,27 +75,26 @@ def facts(
         "base_model": tasks.base_model,
         "num_bases": basis.num_bases,
         "num_parameters": sums.num_parameters,
-        "norms": dict(zip(named, norms, strict=True)),
+        "norms": dict(zip(("base", *basis.tasks), norms, strict=True)),
         "fingerprints": tasks.fingerprints,
-        **losses_of(basis.encoding if sums.inner else None),
+        **measured(basis.tasks, basis.encoding if sums.inner else None, sums.gram),
     }
     return Facts.model_validate(found)
 
 
-def losses_of(encoding: Encoding | None) -> dict[str, Any]:
-    """Loss, bound and retained energy; null if they are not known."""
+def measured(tasks: Sequence[str], encoding: Encoding | None, gram: Tensor) -> dict[str, Any]:
+    """Loss, bound and retained energy, null without an encoding; and from G the errors of tasks.
+
+    They are ||tau_hat - tau|| / ||tau||, null of a zero vector.
+    """
     known = ("loss", "spectral_bound", "retained_energy")
-    return {name: encoding and getattr(encoding, name) for name in known}
-
-
-def errors_of(
-    tasks: Sequence[str], gram: Tensor, reconstruction: Tensor
-) -> dict[str, float | None]:
-    """Task -> ||tau_hat - tau|| / ||tau||, from G; null of a zero vector."""
-    lost = Gram.of(gram).errors(reconstruction.numpy()).tolist()
+    found: dict[str, Any] = {name: encoding and getattr(encoding, name) for name in known}
+    if encoding is None:
+        return found
+    lost = Gram.of(gram).errors(encoding.reconstruction.numpy()).tolist()
     pairs = zip(lost, gram.diagonal().sqrt().tolist(), strict=True)
     errors = [error / norm if norm else None for error, norm in pairs]
-    return dict(zip(tasks, errors, strict=True))
+    return found | {"errors": dict(zip(tasks, errors, strict=True))}
 
 
 def tensors_of(basis: Combination) -> dict[str, Tensor]:

@@ -5,44 +5,38 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from tvb_mergekit.core.gram import Factors, GramSums
+from tvb_mergekit.core.basis import Combination, over_bases
+from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.settings import GLOBAL_KEYS, MERGING_KEYS, Settings, resolve_settings
 from tvb_mergekit.errors import UserError, hint
 from tvb_mergekit.store import STORE, is_store
-from tvb_mergekit.store.codecs import open_vector
-from tvb_mergekit.store.facts import DtypeName, StoreFacts, read_facts
-from tvb_mergekit.store.files import check_files, read_numbers
+from tvb_mergekit.store.facts import StoreFacts, Vector, check_files, read_facts
 from tvb_mergekit.tensors.adapter import Adapter
-from tvb_mergekit.tensors.stream import Weights
+from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint, metadata_of
+from tvb_mergekit.tensors.coding import Coded
+from tvb_mergekit.tensors.merging import build_basis, count_if_needed
+from tvb_mergekit.tensors.output import MARKER
+from tvb_mergekit.tensors.stream import Engine, Weights
+from tvb_mergekit.tensors.taskset import TaskSet
 from tvb_mergekit.tensors.ties import SAME, lend, tie
 
-DENSE: dict[DtypeName, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
-
-def dtype_name(dtype: torch.dtype) -> DtypeName:
-    """The name of a store's dtype. Raise UserError if stores have no such dtype."""
-    for name, known in DENSE.items():
-        if known == dtype:
-            return name
-    raise UserError(f"`dtype` is {dtype!r}: expected one of torch.{', torch.'.join(DENSE)}")
+CONFIG = "tvb_adapter"  # key of adapter_config.json in the metadata of a file of factors
 
 
 @dataclass(frozen=True, repr=False)
 class Bases:
-    """N vectors of T tasks under one base, with an encoder and a decoder; in a store or in memory.
+    """N vectors of T tasks under one base, with an encoder and a decoder: an open store.
 
     Attributes:
         facts: `store.json`.
@@ -50,13 +44,15 @@ class Bases:
             are known, `gram` [T, T] of the weighted task vectors.
         sources: The vectors as named tensors: M bases, and PCA's mean as the last. A tensor that
             they lack stays the base's. Those of an adapter are its factors until `check_base`.
-        path: The store's folder; None in memory.
+        path: The store's folder.
+        temporary: Whether the folder goes with the bases.
     """
 
     facts: StoreFacts
     tensors: Mapping[str, Tensor]
     sources: list[Weights]
-    path: Path | None = None
+    path: Path
+    temporary: bool = False
 
     @property
     def tasks(self) -> list[str]:
@@ -64,8 +60,8 @@ class Bases:
 
     @property
     def place(self) -> str:
-        """The name of the bases in messages."""
-        return str(self.path or "these bases")
+        """The name of the store in messages."""
+        return str(self.path)
 
     @property
     def num_bases(self) -> int:
@@ -102,6 +98,12 @@ class Bases:
         """[N], the factor of each vector in its basis: the weight of a task."""
         return self.weights if self.whole else torch.ones(len(self.sources), dtype=torch.float64)
 
+    def reconstruction(self, tasks: Sequence[str]) -> Tensor:
+        """[N, len(tasks)]: each tau_hat over the bases, plus the mean."""
+        columns = self.decoder[:, [self.index(task) for task in tasks]]
+        means = torch.ones(len(self.sources) - self.num_bases, len(tasks), dtype=torch.float64)
+        return torch.cat([columns, means])
+
     @property
     def shares(self) -> Tensor:
         """v [M], what multiplies each basis in a merge: w normalized to mean 1, or 1.
@@ -112,12 +114,6 @@ class Bases:
         known = self.facts.basis_weights if self.facts.compress == "balanced" else None
         weights = torch.tensor(known or [1.0] * self.num_bases, dtype=torch.float64)
         return weights / weights.mean()
-
-    def reconstruction(self, tasks: Sequence[str]) -> Tensor:
-        """[N, len(tasks)]: each tau_hat over the bases, plus the mean."""
-        columns = self.decoder[:, [self.index(task) for task in tasks]]
-        means = torch.ones(len(self.sources) - self.num_bases, len(tasks), dtype=torch.float64)
-        return torch.cat([columns, means])
 
     def index(self, task: str) -> int:
         """The column of a task. Raise UserError for an unknown task."""
@@ -171,7 +167,7 @@ class Bases:
     def check_base(self, base: Weights, name: str) -> None:
         """Raise UserError unless `base` is the model that the vectors are differences from.
 
-        Afterwards the vectors are read with this base.
+        Afterwards the vectors are read with this base, and have all its names of their tensors.
         """
         if base.fingerprint() != self.facts.base_fingerprint:
             raise UserError(
@@ -185,90 +181,80 @@ class Bases:
             # Tied in the base, and not in a model: an untied model has each of its names.
             for name in (*apart, *lacking):
                 lend(base, name, lacking[name])
+        second = {n: of for n in base.tensors if (of := self.stored_name(n)) not in (None, n)}
         for place, vector in enumerate(self.facts.vectors):
-            if self.path and vector.codec != "dense":
+            if vector.codec != "dense":
                 self.sources[place] = open_vector(self.path, vector, base)
-
-    def as_models(self, base: Weights) -> list[Weights]:
-        """The vectors under the base's names of their tensors; a tensor may have several."""
-        every = self.sources
-        return [each if isinstance(each, Adapter) else AsModel(each, self, base) for each in every]
+            if vector.codec != "adapter":  # which has the base's names
+                for name, of in second.items():
+                    lend(self.sources[place], name, str(of))
 
     @property
     def base_name(self) -> str:
         """The first place of the base that exists: of the recipe, next to the store, absolute."""
         facts, last = self.facts, self.facts.base_path or self.facts.base_model
-        here = self.path.resolve() if self.path else "."
-        beside = os.path.normpath(os.path.join(here, facts.base_beside or last))
+        beside = os.path.normpath(os.path.join(self.path.resolve(), facts.base_beside or last))
         return next(filter(os.path.exists, [facts.base_model, beside, last]), last)
 
 
-class AsModel(Weights):
-    """A vector as a model of the base's tensors, those with two names included."""
+def combined(
+    bases: Bases | None, tasks: TaskSet, engine: Engine, inner: bool = False
+) -> Combination:
+    """What a merge combines: all bases of a store, or the basis of task vectors; see `build_basis`.
 
-    shards = ("vector.safetensors",)
-
-    def __init__(self, vector: Weights, bases: Bases, base: Weights) -> None:
-        named = {name: bases.stored_name(name) for name in base.tensors}
-        self._vector, self._names = vector, {n: held for n, held in named.items() if held}
-        self.tensors = {
-            name: replace(vector.tensors[held], shard=self.shards[0], alias_of=held)
-            for name, held in self._names.items()
-        }
-        self.holds, self.grain = vector.holds or "delta", vector.grain
-        self.base, self.folder = base, bases.path
-
-    def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
-        return self._vector.read(self._names[name], start, stop, out)
-
-    def share(self, name: str) -> float:
-        return self._vector.share(self._names[name])
-
-    def factors_of(self, name: str) -> Sequence[Factors] | None:
-        return self._vector.factors_of(self._names[name])
-
-    def check_unchanged(self) -> None:
-        self._vector.check_unchanged()
-
-    def fingerprint(self) -> str:
-        return self._vector.fingerprint()
-
-    @property
-    def nbytes(self) -> int:
-        return self._vector.nbytes
+    PCA's mean is the last input of a merge that reconstructs a task.
+    """
+    if bases is None or bases.whole:
+        return build_basis(tasks, engine, inner=inner)
+    inputs = None if tasks.settings.method == "basis_negate" else bases.num_bases
+    weights = torch.tensor(tasks.weights[: bases.num_bases], dtype=torch.float64)
+    table = bases.reconstruction(bases.tasks)[:inputs]
+    made = over_bases(tasks.settings, bases.tasks, bases.shares * weights, table)
+    count_if_needed(made, tasks.items, engine, zeros=tasks.unchanged)
+    return made
 
 
-def load(path: str | os.PathLike[str], checksums: bool = False) -> Bases:
+def load(path: str | os.PathLike[str], checksums: bool = False, vectors: bool = True) -> Bases:
     """Open a store.
 
     Args:
         checksums: compare those of all files; else vectors of the recorded size are trusted.
+        vectors: open them; else they may be damaged.
 
     Raises:
         UserError: no store, or a file that is missing, damaged or of another vector.
     """
-    folder, bases = Path(path), load_numbers(path)
-    facts = bases.facts
-    check_files(folder, [file for vector in facts.vectors for file in vector.held], checksums)
-    sources = [open_vector(folder, vector, None) for vector in facts.vectors]
-    shapes = [
-        {name: info.shape for name, info in source.tensors.items()}
-        for vector, source in zip(facts.vectors, sources, strict=True)
-        if vector.codec != "adapter"
-    ]
-    if any(found.keys() != {*facts.tensors} or found != shapes[0] for found in shapes):
-        said = f"the tensors of a vector are not what {STORE} says; build it again"
-        raise UserError(f"{folder}: {said}")
-    return replace(bases, sources=sources)
-
-
-def load_numbers(path: str | os.PathLike[str]) -> Bases:
-    """A store without its vectors, which may be damaged."""
-    folder = Path(path)
+    folder, sources = Path(path), list[Weights]()
     facts = read_store(folder)
-    assert facts.numbers is not None
     check_files(folder, [facts.numbers], checksums=True)  # everything is computed from them
-    return Bases(facts, read_numbers(folder / facts.numbers.file, facts), [], folder)
+    if vectors:
+        check_files(folder, facts.held.values(), checksums)
+        sources = [open_vector(folder, vector, None) for vector in facts.vectors]
+    return Bases(facts, load_file(folder / facts.numbers.file), sources, folder)
+
+
+def open_vector(store: Path, vector: Vector, base: Weights | None) -> Weights:
+    """One vector of a store as named tensors, those of an adapter without `base` its factors.
+
+    Raises:
+        UserError: the file is damaged, or of another vector.
+    """
+    file = store / vector.weights.file
+    opened: Weights
+    metadata = metadata_of(file)
+    if vector.codec in ("lossless", "sampled"):
+        opened = Coded(file, base)
+    elif vector.codec == "dense" or base is None:
+        opened = Checkpoint.open(file)
+        opened.holds = "delta"
+    else:
+        try:
+            opened = Adapter(file, base, config=json.loads(metadata.get(CONFIG, "")))
+        except ValueError as error:
+            raise UserError(f"{file}: no configuration of an adapter ({error})") from error
+    if (name := metadata.get(MARKER)) != vector.name:
+        raise UserError(f"{file}: holds {name!r}, {STORE} says {vector.name!r}; {RESTORE}")
+    return opened
 
 
 def read_store(folder: Path) -> StoreFacts:
@@ -277,6 +263,4 @@ def read_store(folder: Path) -> StoreFacts:
         found = f"no {STORE} of ours in it"
         kind = found if folder.exists() else f"no such folder, from {os.getcwd()}"
         raise UserError(f"{folder} is not a store ({kind}); make one with `tvb build`")
-    facts = read_facts(folder / STORE)
-    assert isinstance(facts, StoreFacts)
-    return facts
+    return read_facts(folder / STORE, StoreFacts)

@@ -223,6 +223,7 @@ class Coded(Weights):
     def __init__(self, path: Path, base: Weights | None = None) -> None:
         self.stored, self.path, self.base = Checkpoint.open(path), path, base
         self.files, self.tensors = (self.stored,), {}
+        self.folder, self.shards = path.parent, (path.name,)
         self.dtypes: dict[str, torch.dtype] = {}  # of the entries
         self._indices: dict[str, tuple[NDArray[Any], NDArray[np.int64]]] = {}
         try:
@@ -260,7 +261,8 @@ class Coded(Weights):
 
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
         """Elements `start` to `stop`; blocks that they are a part of are decoded complete."""
-        chunk, numel = out[: stop - start], self.tensors[name].numel
+        name, chunk = self.canonical(name), out[: stop - start]
+        numel = self.tensors[name].numel
         for block in range(start // BLOCK, -(-stop // BLOCK)):
             first, last = block * BLOCK, min((block + 1) * BLOCK, numel)
             low, high = max(first, start), min(last, stop)
@@ -309,7 +311,7 @@ class Coded(Weights):
         Samples of elements, as of other weights, would decode a large part of the model.
         """
         digest = hashlib.sha256(f"{self.sample}".encode())
-        for name in sorted(self.tensors):
+        for name in sorted(self.dtypes):
             digest.update(f"{name}|{self.dtypes[name]}|{self.tensors[name].shape}|".encode())
             digest.update(self._index(name)[0]["xxh3"].tobytes())
         return digest.hexdigest()
