@@ -94,11 +94,10 @@ def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
 
 
 def _inspection(path: str, values: dict[str, Any]) -> Inspection:
-    from safetensors.torch import load_file
-
     from tvb_mergekit.store.facts import FACTS, FOLDER, TENSORS, Facts, read_facts
     from tvb_mergekit.store.inspection import Inspection
     from tvb_mergekit.store.store import load
+    from tvb_mergekit.tensors.checkpoint import Checkpoint
 
     if os.path.isfile(path):
         engine, document = cli.engine_of(values), cli.read_recipe(path)
@@ -114,7 +113,8 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
         path = document.recipe.store.place
     if (Path(path) / FOLDER / FACTS).is_file():
         facts = read_facts(Path(path, FOLDER, FACTS), Facts)
-        return Inspection(facts, load_file(Path(path, FOLDER, TENSORS)))
+        held = Checkpoint.open(Path(path, FOLDER, TENSORS))
+        return Inspection(facts, {name: held.tensor(name) for name in held.tensors})
     bases = load(path, checksums=True)
     return Inspection(bases.facts, bases.tensors)
 

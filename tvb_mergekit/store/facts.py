@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import pydantic
 import torch
 import xxhash
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from tvb_mergekit.atomic import write_file
@@ -71,7 +71,7 @@ class Form(Record):
     name: str
     codec: Literal["dense", "lossless", "sampled", "adapter"] = "dense"
     dtype: DtypeName = "float32"
-    share: float = 1.0
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
     mean: bool = False
 
 
@@ -110,7 +110,7 @@ class Facts(Record):
     loss: float | None
     spectral_bound: float | None
     retained_energy: float | None
-    norms: dict[str, float]
+    norms: dict[str, Annotated[float, Field(ge=0)]]
     left_out: dict[str, str]
     fingerprints: dict[str, str]
     seconds: dict[str, float]

@@ -18,15 +18,8 @@ from tvb_mergekit.core.basis import Basis, Combination
 from tvb_mergekit.core.encoders import Encoding, Gram
 from tvb_mergekit.core.settings import MERGING_KEYS, VARYING_KEYS
 from tvb_mergekit.errors import counted, listed
-from tvb_mergekit.store.facts import (
-    FACTS,
-    FOLDER,
-    TENSORS,
-    Facts,
-    StoreFacts,
-    write_facts,
-    write_tensors,
-)
+from tvb_mergekit.store import facts as files
+from tvb_mergekit.store.facts import FOLDER, Facts, StoreFacts
 from tvb_mergekit.tensors.taskset import TaskSet
 
 OURS = "[tvb-mergekit](https://pypi.org/project/tvb-mergekit/)"
@@ -112,8 +105,8 @@ def tensors_of(basis: Combination) -> dict[str, Tensor]:
 def write_report(model: Path, facts: Facts, tensors: Mapping[str, Tensor], with_card: bool) -> None:
     """Write both files into the folder of a merged model, and our section into its model card."""
     (model / FOLDER).mkdir()
-    write_tensors(model / FOLDER / TENSORS, tensors, {"format": "pt"})
-    write_facts(model / FOLDER / FACTS, facts)
+    files.write_tensors(model / FOLDER / files.TENSORS, tensors, {"format": "pt"})
+    files.write_facts(model / FOLDER / files.FACTS, facts)
     if with_card:
         card = model / "README.md"
         text = card.read_text(encoding="utf-8") if card.exists() else ""

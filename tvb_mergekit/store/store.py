@@ -230,6 +230,9 @@ def load(path: str | os.PathLike[str], checksums: bool = False, vectors: bool = 
     if vectors:
         check_files(folder, facts.held.values(), checksums)
         sources = [open_vector(folder, vector, None) for vector in facts.vectors]
+    for vector, source in zip(facts.vectors, sources, strict=vectors):
+        if vector.codec != "adapter" and source.tensors.keys() != {*facts.tensors}:
+            raise UserError(f"{folder}: {vector.name} has other tensors than {STORE} says")
     return Bases(facts, load_file(folder / facts.numbers.file), sources, folder)
 
 
