@@ -94,7 +94,7 @@ class Routing(ABC):
 
     @abstractmethod
     def _answer(self, call: Callable[..., Any], given: dict[str, Any], chosen: Any) -> Any:
-        """The output of a call, and what its prompts have chosen; None: they begin with it."""
+        """The output of a call and the choice of its prompts, which is None if they begin now."""
 
 
 def end_routing(model: nn.Module) -> None:
