@@ -130,8 +130,7 @@ def command(
                 sys.exit(130)
 
         # click would cut the first sentence to the width of the list in `tvb --help`
-        first = (body.__doc__ or "").partition("\n")[0].rstrip(".")
-        made = click.command(name, short_help=first)(run)
+        made = click.command(name, short_help=(body.__doc__ or "").partition("\n")[0])(run)
         for option in (*shared, "verbose"):
             OPTIONS[option](made)
         return made
