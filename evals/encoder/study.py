@@ -32,6 +32,7 @@ from real.cells import Cell, Record, Scores
 from real.forgetting import forget
 from real.merges import MERGES, direction, searched
 from real.model import cut
+from real.routed import attached, best
 from real.run import Run, Weights, difference, norm, weights_of
 from real.tasks import Item, read
 from safetensors.torch import load_file, save_file
@@ -75,6 +76,7 @@ class Encoder(Run):
         self.own, self.seed, self.device = out / "base", seed, "cpu"
         self.tasks, self.dtype = TASKS, torch.float32
         self.folders = {task: out / f"seed{seed}" / task for task in TASKS}
+        self.trained = self.folders
         self.tokenizer = AutoTokenizer.from_pretrained(self.own)
         self.model = BertModel.from_pretrained(self.own, dtype=torch.float32).eval()
         self.base = weights_of(self.model)
@@ -156,7 +158,7 @@ def plan() -> list[Cell]:
     found += [("merge", how, "none", T, 0) for how in HOWS]
     found += [("merge", how, basis, count, draw) for how, bases in FEW.items() for count in FEWER
               for basis, draws in bases.items() for draw in range(draws)]  # fmt: skip
-    found += [("forget", "", *each, 0) for each in FORGETTING]
+    found += [("forget", "", *each, 0) for each in FORGETTING] + [("routed", "", "none", T, 0)]
     return [dict(zip(KEYS, each, strict=True)) for each in found]
 
 
@@ -166,6 +168,14 @@ def measure(run: Encoder, cell: Cell) -> dict[str, Any]:
     if cell["kind"] == "reference":
         owns = ((t, run.shifted(1.0, run.task_vector(t))) for t in TASKS)
         return {"items": {t: run.scores(own, "test", [t], TESTED)[t] for t, own in owns}}
+    if cell["kind"] == "routed":  # by the weights alone, as on SmolLM2
+        with tempfile.TemporaryDirectory() as folder:
+            live = attached(run, Path(folder) / "store")
+            live.route()
+            texts = {t: run.encoded(t, run.items(t, "test")[:TESTED])[0] for t in TASKS}
+            right = {t: [float(best(live, ids)[0] == t) for ids in texts[t]] for t in TASKS}
+            live.reset()
+            return {"items": right}
     if cell["kind"] == "forget":
         more = {"alphas": [0.0, 0.5, 1.0], "items": VALIDATED, "tested": 40}
         tasks = forget(run, cell | more)["tasks"].values()
@@ -210,12 +220,15 @@ def merges(study: tables.Study) -> str:
 
     columns = {"addition keeps": tables.Column(study.tuned, {"how": "ta"})}
     columns |= {f"gain: {t}": tables.Column(gain, {"how": how}, ".2f") for how, t in HOWS.items()}
+    columns["right task"] = tables.Column(
+        lambda r: fmean((tables.means(r["result"]) or {}).values()), {"kind": "routed"}
+    )
     columns |= {f"forgetting: {title}": tables.Column(
         lambda r, key=key: r["result"][key], {"kind": "forget"})  # type: ignore[misc]
         for title, key in FORGOTTEN.items()}  # fmt: skip
     some = [("none", T), *((basis, count) for count in FEWER for basis in BASES)]
     rows = [((tables.named(*each),),
-             [r for kind in ("merge", "forget") for r in
+             [r for kind in ("merge", "forget", "routed") for r in
               study.find("encoder", kind=kind, basis=each[0], num_bases=each[1])])
             for each in some]  # fmt: skip
     return tables.grid(("vectors",), columns, rows)
