@@ -56,7 +56,7 @@ LENGTHS = (0.3, 0.55, 1.0, 1.6, 2.4, 3.5)  # of what is added, in lengths of the
 HOWS = {"ta": "addition", "ties": "TIES", "localize": "Localize-and-Stitch",
         "iso": "Iso-C", "tsvm": "TSV-M", "wudi_30": "WUDI, t = 30", "wudi_300": "t = 300",
         "wudi_auto": "t = auto"}  # fmt: skip
-BASES = {"ae": 1, "rand_select": 5, "pca": 1, "balanced": 1, "groups": 1}  # and their draws
+BASES = {"ae": 1, "longest": 1, "rand_select": 5, "pca": 1, "balanced": 1, "groups": 1}  # draws
 FEW = {"ta": BASES, "wudi_30": {"balanced": 1, "groups": 1}}
 FEW |= {how: {"ae": 1, "rand_select": 2, "pca": 1} for how in ("localize", "ties")}
 KEYS = ("kind", "how", "basis", "num_bases", "seed")
@@ -189,6 +189,9 @@ def measure(run: Encoder, cell: Cell) -> dict[str, Any]:
 
 def added(run: Encoder, cell: Cell) -> Weights:
     """What a merge adds at lambda 1; commands make those of all T, and Localize-and-Stitch."""
+    if cell["basis"] == "longest":  # no basis: the sum of the M longest task vectors
+        tasks = sorted(TASKS, key=lambda task: norm(run.task_vector(task)), reverse=True)
+        return run.total(tasks[: cell["num_bases"]])
     stitched = cell["how"] == "localize"
     merge, keys = MERGES["ta" if stitched else cell["how"]], {"basis": cell["basis"]}
     if cell["basis"] != "none":
