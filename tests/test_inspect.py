@@ -1,28 +1,23 @@
 """`tvb inspect`: numbers against dense float64, tables, pictures, and recipes that are refused."""
 
 import json
-import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import reference
 import torch
 import yaml
-from click.testing import CliRunner
 from commands import refused, tvb, write
-from reference import Array, Dense
+from reference import Dense
 from safetensors.torch import load_file, save_file
 from test_faults import ALL, OF_FILES, RECIPES, Case, prepare, slices, snapshot
 from torch import Tensor
 from worlds import Models, World
 
 import tvb_mergekit
-from tvb_mergekit.cli.commands import main
 from tvb_mergekit.errors import MergeRefused, refusing
 from tvb_mergekit.store.store import load
 from tvb_mergekit.tensors.checkpoint import Checkpoint
@@ -82,59 +77,21 @@ def made(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def check_choices(told: Mapping[str, Any], tau: Array) -> None:
-    """Against dense spans."""
-    scales, total = np.linalg.svd(tau, compute_uv=False), float(np.square(tau).sum())
-    assert [choice["num_bases"] for choice in told["choices"]] == [1, 2, 3, 4, 5][: tau.shape[1]]
-    # the sum of all task vectors first, then the best directions of what is left
-    unit = tau.sum(axis=1, keepdims=True) / np.linalg.norm(tau.sum(axis=1))
-    left = np.linalg.svd(tau - unit @ (unit.T @ tau), compute_uv=False)
-    for count, choice in enumerate(told["choices"], 1):
-        bound = float(np.square(scales[count:]).sum())
-        following = scales[count] ** 2 if count < len(scales) else 0.0
-        balanced = 1 - float(np.square(left[count - 1 :]).sum()) / total
-        assert choice["spectral_bound"] == pytest.approx(bound, rel=1e-5, abs=1e-9 * total)
-        assert choice["retained_energy"] == pytest.approx(1 - bound / total, rel=1e-6)
-        assert choice["next_eigenvalue"] == pytest.approx(following, rel=1e-5)
-        assert choice["balanced_energy"] == pytest.approx(balanced, rel=1e-6)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_are_those_of_the_dense_vectors(kind: str, made: Path, models: Models) -> None:
     wanted, told = KINDS[kind], json.loads(tvb("inspect", made / kind, "--json").stdout)
     assert told["tasks"] == list(models.tasks[: told["num_tasks"]])
     assert told["what"] == ("merge" if "merge" in kind else "recipe" if "." in kind else "store")
-    dense = Dense(models.states[0], list(models.states[1:]), sorted(models.states[0]))
+    names = sorted(models.states[0])
+    dense = Dense(models.states[0], list(models.states[1:]), names)
     tau = dense.tau[:, : told["num_tasks"]]
     norms = np.linalg.norm(tau, axis=0)
     assert told["num_bases"] == wanted.count and told["num_parameters"] == len(tau)
     np.testing.assert_allclose([told["norms"][t] for t in told["tasks"]], norms, rtol=1e-6)
     assert told["norms"]["base"] == pytest.approx(np.linalg.norm(dense.theta), rel=1e-6)
-    assert (told["gram"] is not None) == (told["cosines"] is not None) == wanted.known
-    errors = [told["errors"][task] for task in told["tasks"]]
-    if not wanted.known:
-        assert told["choices"] == [] and set(errors) == {None}
-        return
-    np.testing.assert_allclose(told["gram"], tau.T @ tau, rtol=1e-5, atol=1e-6 * norms.max() ** 2)
-    np.testing.assert_allclose(told["cosines"], (tau / norms).T @ (tau / norms), atol=1e-5)
-    check_choices(told, tau)
-    encoder, decoder = np.array(told["encoder"]), np.array(told["decoder"])
-    rebuilt = tau @ encoder @ decoder + (tau.mean(axis=1, keepdims=True) if kind == "pca" else 0)
-    if kind == "sample":
-        bases = tvb_mergekit.load(made / kind)
-        bases.check_base(Checkpoint.open(models.base), "the base")
-        names = sorted(models.states[0])
-        columns = [reference.flat({n: v.tensor(n) for n in names}, names) for v in bases.vectors]
-        rebuilt = np.stack(columns, axis=1)
-    lost = np.linalg.norm(rebuilt - tau, axis=0)
-    np.testing.assert_allclose(errors, lost / norms, rtol=1e-5, atol=1e-5)
-    if kind != "sample":
-        assert told["loss"] == pytest.approx(float(lost @ lost), rel=1e-4, abs=1e-6 * norms @ norms)
     if told["what"] == "store":
-        files = [path.stat().st_size for path in (made / kind / "vectors").iterdir()]
         current = load(made / kind).facts
         assert told["sizes"]["store"] == sum(file.bytes for file in current.held.values())
-        assert kind.startswith("grown") or sum(told["bytes"]) >= sum(files)
         np.testing.assert_allclose(told["bits"], 8 * np.array(told["bytes"]) / len(tau))
         weights = [file for model in models.models.values() for file in model.glob("*.safetensors")]
         size = sum(file.stat().st_size for file in weights)
@@ -142,6 +99,37 @@ def test_numbers_are_those_of_the_dense_vectors(kind: str, made: Path, models: M
         assert "previous" not in told and told["vectors"]
     else:
         assert told["sizes"] is None and told["bytes"] == told["bits"] == []
+    assert (told["gram"] is not None) == (told["cosines"] is not None) == wanted.known
+    errors = [told["errors"][task] for task in told["tasks"]]
+    if not wanted.known:
+        assert told["choices"] == [] and set(errors) == {None}
+        return
+    np.testing.assert_allclose(told["gram"], tau.T @ tau, rtol=1e-5, atol=1e-6 * norms.max() ** 2)
+    np.testing.assert_allclose(told["cosines"], (tau / norms).T @ (tau / norms), atol=1e-5)
+    encoder, decoder = np.array(told["encoder"]), np.array(told["decoder"])
+    rebuilt = tau @ encoder @ decoder + (tau.mean(axis=1, keepdims=True) if kind == "pca" else 0)
+    if kind == "sample":
+        bases = tvb_mergekit.load(made / kind)
+        bases.check_base(Checkpoint.open(models.base), "the base")
+        columns = [reference.flat({n: v.tensor(n) for n in names}, names) for v in bases.vectors]
+        rebuilt = np.stack(columns, axis=1)
+    lost = np.linalg.norm(rebuilt - tau, axis=0)
+    np.testing.assert_allclose(errors, lost / norms, rtol=1e-5, atol=1e-5)
+    if kind != "sample":
+        assert told["loss"] == pytest.approx(float(lost @ lost), rel=1e-4, abs=1e-6 * norms @ norms)
+    # what other M would retain: the sum of all task vectors first, then the best directions
+    scales, total = np.append(np.linalg.svd(tau, compute_uv=False), 0), norms @ norms
+    unit = tau.sum(axis=1, keepdims=True) / np.linalg.norm(tau.sum(axis=1))
+    left = np.linalg.svd(tau - unit @ (unit.T @ tau), compute_uv=False)
+    for count, choice in enumerate(told["choices"], 1):
+        bound, balanced = np.square(scales[count:]).sum(), np.square(left[count - 1 :]).sum()
+        found = [choice[key] for key in ("spectral_bound", "next_eigenvalue")]
+        want = [bound, scales[count] ** 2]
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-9 * total)
+        found = [choice[key] for key in ("retained_energy", "balanced_energy")]
+        want = [1 - bound / total, 1 - balanced / total]
+        np.testing.assert_allclose(found, want, rtol=1e-6)
+    assert [choice["num_bases"] for choice in told["choices"]] == [*range(1, len(norms) + 1)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -189,40 +177,26 @@ def test_recipes_that_a_merge_refuses(name, tmp_path, tiny_models, monkeypatch, 
     prepare(tmp_path / "work", tiny_models, case)
     monkeypatch.chdir(tmp_path / "work")
     before = snapshot(tmp_path)
-    with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):
-        done = CliRunner().invoke(main, ["inspect", "recipe.yml", "--quiet"])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert snapshot(tmp_path) == before and done.exit_code == (0 if case.ok else 1), done.stderr
+    done = tvb("inspect", "recipe.yml", "--quiet", code=0 if case.ok else 1)
+    assert snapshot(tmp_path) == before
     assert case.ok or re.fullmatch(r"Error: [^\n]+\n", done.stderr), done.stderr
     for want in case.wants:
         assert re.search(want, caplog.text + done.stdout + done.stderr), done.stderr
 
 
-@pytest.fixture
-def here(tmp_path: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def test_excluded_tensors_of_a_merge_with_slices(tmp_path, tiny_models, monkeypatch) -> None:
     prepare(tmp_path / "work", tiny_models, Case())
     monkeypatch.chdir(tmp_path / "work")
-    return tmp_path / "work"
-
-
-def inspect(document: Mapping[str, Any], code: int = 0) -> str:
-    Path("recipe.yml").write_text(yaml.safe_dump(dict(document)))
-    done = tvb("inspect", "recipe.yml", "--quiet", code=code)
-    return str(done.stdout if code == 0 else done.stderr)
-
-
-def test_excluded_tensors_of_a_merge_with_slices(here: Path) -> None:
-    document = slices(ALL, ALL)
-    document["parameters"] = {"exclude": "lm_head"}
-    said = " ".join(inspect(document).split())
+    document = slices(ALL, ALL) | {"parameters": {"exclude": "lm_head"}}
+    Path("recipe.yml").write_text(yaml.safe_dump(document))
+    said = " ".join(tvb("inspect", "recipe.yml", "--quiet").stdout.split())
     assert "1 tensor left to the base, excluded by the recipe: lm_head.weight" in said
-    file = here / "base/model.safetensors"
+    file = Path("base/model.safetensors")
     state: dict[str, Tensor] = load_file(file)
     state["lm_head.weight"][0].fill_(torch.nan)
     file.unlink()  # a link to that of other tests
     save_file(state, file, {"format": "pt"})
-    assert "32 NaN" in inspect(document, code=1)
+    assert "32 NaN" in refused("inspect", "recipe.yml", "--quiet")
 
 
 def test_memory_that_torch_cannot_get_is_a_line() -> None:

@@ -243,26 +243,25 @@ def test_an_item_is_not_its_own_example(tmp_path: Path) -> None:
 
 
 FORGET, DOUBLE = quick("basis_negate", forget="sum", alpha=1.0), ["--control", "quickstart_double"]
-BAD: dict[str, tuple[dict[str, Any], list[object], str]] = {
-    "an unknown task": (quick(), ["--tasks", "quickstart_cpoy"], "(did you mean `quickstart_copy`"),
-    "a gradient": (quick(lambda_=[0.1, 0.9]), [], "tvb tune finds one number"),
-    "a negative alpha": (FORGET, [*DOUBLE, "--grid", "-1:1:1"], "`alpha` is -1.0"),
-    "brent for negation": (FORGET, [*DOUBLE, "--search", "brent"], "cannot tune basis_negate"),
-    "a program": (quick(), ["--tasks", "tt_runs"], "allow it with --confirm-run-unsafe-code"),
-    "scores that fall": (quick(), ["--tasks", f"tt_falls,{PAIR}"], "better when lower"),
-}  # fmt: skip
+BAD: list[tuple[dict[str, Any], list[object], str]] = [
+    (quick(), ["--tasks", "quickstart_cpoy"], "(did you mean `quickstart_copy`"),
+    (quick(lambda_=[0.1, 0.9]), [], "tvb tune finds one number"),
+    (FORGET, [*DOUBLE, "--grid", "-1:1:1"], "`alpha` is -1.0"),
+    (FORGET, [*DOUBLE, "--search", "brent"], "cannot tune basis_negate"),
+    (quick(), ["--tasks", "tt_runs"], "allow it with --confirm-run-unsafe-code"),
+    (quick(), ["--tasks", f"tt_falls,{PAIR}"], "better when lower"),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_a_mistake_is_one_line(case: str, tmp_path: Path) -> None:
-    document, more, said = BAD[case]
-    path, place = write(document, tmp_path / "recipe"), tmp_path / "tasks"
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    place, falls = tmp_path / "tasks", {"metric": "acc", "higher_is_better": False}
     own_task(place, "tt_runs", {"test": 9}, unsafe_code=True)
-    falls = {"metric": "acc", "higher_is_better": False}
     own_task(place, "tt_falls", {"test": 9}, metric_list=[falls])
-    more = ["--limit", 2, "--include-path", place, *more]
-    assert said in refused(*words(path, tmp_path / "out", *more))
-    assert not (tmp_path / "out" / "tune.json").exists()
+    for document, more, said in BAD:
+        path = write(document, tmp_path / "recipe")
+        more = ["--limit", 2, "--include-path", place, *more]
+        assert said in refused(*words(path, tmp_path / "out", *more)), said
+        assert not (tmp_path / "out" / "tune.json").exists()
 
 
 def test_the_model_type_tvb(tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ LOG = logging.getLogger(__name__)
 CHUNK = 2**22  # elements that are moved at a time
 DISK = 5  # merged models of 16 bits: one, and start and direction in float32
 BEGIN = 1.0  # the point that is merged first; not 0, through which every line leads
-FILE = "model.safetensors"
 
 
 @dataclass
@@ -107,7 +106,7 @@ def moving_model(tuning: Tuning, work: Path, load: Callable[[Path], Any]) -> Cal
         load: loads the lm-eval model in a folder; its `model` is the module.
     """
     unit, items = draw(tuning, work)
-    lines = [safe_open(work / part / FILE, "pt") for part in ("start", "direction")]
+    lines = [safe_open(work / part / "model.safetensors", "pt") for part in ("start", "direction")]
 
     def merged(point: float) -> Any:
         shutil.rmtree(work / "model", ignore_errors=True)

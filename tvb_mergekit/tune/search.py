@@ -18,13 +18,11 @@ from tvb_mergekit.errors import UserError
 DIGITS = 9  # of a score; the rest is rounding
 MOST = 1000  # points of a grid
 BRENT = 20  # points at most of Brent's search: about 9 for a fortieth of the interval
-
 PAPER = "0:1:0.05"
 # The best lambda of merges of matrices was 0.2 to 2.8 in our benchmarks; a step costs few percent.
 # Iso-C over adapters wanted 16: it spreads the mean of r values over the few directions they have.
 WIDE = "0,0.1,0.14,0.2,0.3,0.45,0.65,1,1.4,2,2.8,4"
 GRIDS = {"basis_iso": f"{WIDE},5.6,8,11,16,22", "basis_tsvm": WIDE, "basis_wudi": WIDE}
-Score = Callable[[float], float]
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def most_forgotten(
     return min(keeping, key=lambda point: (round(targets[point], DIGITS), point))
 
 
-def brent(points: Sequence[float], score: Score) -> float:
+def brent(points: Sequence[float], score: Callable[[float], float]) -> float:
     """The best point of Brent's bounded search for the maximum of a score with one peak.
 
     From the first to the last of the points, to half of their smallest step.
