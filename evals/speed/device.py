@@ -26,6 +26,7 @@ import click
 import models
 import torch
 import yaml
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -103,26 +104,21 @@ def commands(folder: Path, tasks: int, place: Path) -> Iterator[tuple[str, list[
     store = [place / "store", place / "out", "--method", "add"]
     yield "merge of a lossless store", [*TVB, "merge", *store]
     yield "merge of its models", [*TVB, "merge", whole, place / "out"]
-    for number in range(tasks):
-        adapter(base, place / f"lora-{number}", number)
-    adapters = [f"{base}+{place / f'lora-{number}'}" for number in range(tasks)]
-    lora = recipe(place / "lora.yml", base, adapters, ("basis_wudi", WUDI, {}))
+    listed = adapters(base, place, tasks)
+    lora = recipe(place / "lora.yml", base, listed, ("basis_wudi", WUDI, {}))
     yield "merge of adapters", [*TVB, "merge", lora, place / "out", "--lora"]
 
 
-def adapter(base: Path, folder: Path, seed: int) -> None:
-    """An adapter of rank RANK on all matrices of the layers, of seeded noise."""
-    random, tensors = torch.Generator().manual_seed(seed), dict[str, Tensor]()
-    for name, info in Checkpoint.open(base).tensors.items():
-        if len(info.shape) == 2 and ".layers." in name:
-            stem = f"base_model.model.{name.removesuffix('.weight')}"
-            for part, shape in (("A", (RANK, info.shape[1])), ("B", (info.shape[0], RANK))):
-                tensors[f"{stem}.lora_{part}.weight"] = 1e-2 * torch.randn(shape, generator=random)
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    given = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "bias": "none"}
-    given["target_modules"] = sorted({name.split(".")[-3] for name in tensors})
-    (folder / "adapter_config.json").write_text(json.dumps(given))
+def adapters(base: Path, place: Path, tasks: int) -> list[str]:
+    """Adapters of rank RANK on all matrices of the layers, of seeded noise."""
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    config = LoraConfig(r=RANK, target_modules="all-linear", init_lora_weights=False)
+    for number in range(tasks):
+        torch.manual_seed(number)
+        adapted = get_peft_model(model, config)
+        adapted.save_pretrained(place / f"lora-{number}")
+        model = adapted.unload()
+    return [f"{base}+{place / f'lora-{number}'}" for number in range(tasks)]
 
 
 def seconds(work: Callable[[], object], device: torch.device, rounds: int = 3) -> float:

@@ -15,52 +15,40 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 SLACK = 2**20  # elements: the places in the noise buffer that a tensor may start at
 
 
 def ensure(work: Path, tasks: int, megabytes: int, seed: int = 0) -> Path:
     """The folder of such models in `work`, written unless it is there."""
-    folder = work / f"models-{tasks}x{megabytes}MB-seed{seed}-v2"
+    folder = work / f"models-{tasks}x{megabytes}MB-seed{seed}-v3"
     if not folder.exists():
         generate(folder, tasks, megabytes, seed)
     return folder
 
 
-def matrices(hidden: int) -> dict[str, tuple[int, int]]:
-    """The matrices of one layer; four query heads share a key."""
-    inner = hidden * 11 // 4
-    rows = {"self_attn.q": hidden, "self_attn.k": hidden // 4, "self_attn.v": hidden // 4,
-            "self_attn.o": hidden, "mlp.gate": inner, "mlp.up": inner}  # fmt: skip
-    found = {f"{name}_proj": (size, hidden) for name, size in rows.items()}
-    return found | {"mlp.down_proj": (hidden, inner)}
-
-
-def architecture(megabytes: int) -> tuple[int, int, int]:
-    """Hidden size, vocabulary and layers of the widest model of this size with eight layers."""
-    found = []
-    for hidden in (64, 128, 256, 512, 1024, 2048, 4096):
-        vocabulary = min(16 * hidden, 32000)
-        each = sum(rows * columns for rows, columns in matrices(hidden).values()) + 2 * hidden
+def architecture(megabytes: int) -> LlamaConfig:
+    """The widest Llama of this size that has eight layers; four query heads share a key."""
+    for hidden in (4096, 2048, 1024, 512, 256, 128, 64):
+        vocabulary, inner = min(16 * hidden, 32000), hidden * 11 // 4
+        each = hidden * hidden * 5 // 2 + 3 * hidden * inner + 2 * hidden  # of a layer
         layers = round((megabytes * 10**6 // 2 - 2 * vocabulary * hidden) / each)
-        found.append((hidden, vocabulary, max(1, layers)))
-    return max([size for size in found if size[2] >= 8] or found[:1])
-
-
-def shapes(hidden: int, vocabulary: int, layers: int) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
-    for layer in (f"model.layers.{index}" for index in range(layers)):
-        found |= {f"{layer}.{name}.weight": shape for name, shape in matrices(hidden).items()}
-        found[f"{layer}.input_layernorm.weight"] = (hidden,)
-        found[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
-    return found | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+        if layers >= 8:
+            break
+    heads = max(4, hidden // 64)
+    return LlamaConfig(
+        hidden_size=hidden, intermediate_size=inner, vocab_size=vocabulary,
+        num_hidden_layers=max(1, layers), num_attention_heads=heads,
+        num_key_value_heads=heads // 4, dtype="bfloat16", architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
 
 
 def generate(folder: Path, tasks: int, megabytes: int, seed: int) -> None:
     """Write `folder`/base, `folder`/task-0 ... next to their place, then rename."""
-    hidden, vocabulary, layers = architecture(megabytes)
-    tensors = shapes(hidden, vocabulary, layers)
+    config = architecture(megabytes)
+    with torch.device("meta"):
+        tensors = {n: tuple(t.shape) for n, t in LlamaForCausalLM(config).state_dict().items()}
     random = torch.Generator().manual_seed(seed)
     largest = max(math.prod(shape) for shape in tensors.values())
     noise = torch.randn(largest + SLACK, generator=random)
@@ -78,12 +66,6 @@ def generate(folder: Path, tasks: int, megabytes: int, seed: int) -> None:
             made = made.float().add_(delta.add_(4e-5 * cut(own))).bfloat16()
         return made.view(tensors[name])
 
-    config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=hidden * 11 // 4, vocab_size=vocabulary,
-        num_hidden_layers=layers, num_attention_heads=max(4, hidden // 64),
-        num_key_value_heads=max(4, hidden // 64) // 4, dtype="bfloat16",
-        architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
     part = folder.with_name(folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     for name, own in {"base": None, **{f"task-{n}": each for n, each in enumerate(every)}}.items():
