@@ -28,7 +28,7 @@ LAMBDAS = [0.14, 0.2, 0.3, 0.45, 0.65, 1.0, 1.4, 2.0, 2.8, 4.0]
 SMALLER, LARGER = [0.025, 0.05, 0.1], [5.6, 8.0, 11.0, 16.0, 22.0, 32.0]
 ALPHAS = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
 SHARES = (0.25, 0.1, 0.05)  # of entries that are sampled
-MATRIX = ("wudi_300", "wudi_30", "tsvm", "iso", "wudi", "iso_cts")
+MATRIX = ("wudi_auto", "wudi_300", "wudi_30", "tsvm", "iso", "wudi", "iso_cts")
 LEARNED = ("fisher", "normalized", "regmean", "adamerging", "atlas")
 # Test items of a task
 ROUTED = {"templates": 100, "stripped": 100, "german": 25, "answers": 75, "speed": 0,

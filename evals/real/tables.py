@@ -162,8 +162,6 @@ def by_basis(study: Study, *kinds: str) -> Rows:
 
 def specialists(study: Study) -> str:
     """Scores of each task: base, specialists and some merges."""
-    ways = {"addition": ("ta", "none"), "WUDI, t = 30": ("wudi_30", "none"),
-            "the same over `groups`, M = T/2": ("wudi_30", "groups")}  # fmt: skip
     rows: list[Any] = []
     for models, (_, tasks) in MODELS.items():
         if models in ("full-8", "lora16"):  # as the twelve in full
@@ -171,6 +169,9 @@ def specialists(study: Study) -> str:
         given = study.find(models, kind="reference")
         bases = [record | {"result": record["result"]["base"]} for record in given]
         rows += [((TITLES[models], "base"), bases), ((TITLES[models], "specialists"), given)]
+        wudi = "wudi_30" if models == "full" else "wudi_auto"
+        ways = {"addition": ("ta", "none"), MERGES[wudi].title: (wudi, "none"),
+                "the same over `groups`, M = T/2": (wudi, "groups")}  # fmt: skip
         for title, (how, basis) in ways.items():
             count = len(tasks) // (1 if basis == "none" else 2)
             wanted = {"kind": "merge", "how": how, "basis": basis, "num_bases": count}
@@ -220,8 +221,8 @@ def merges(study: Study) -> str:
 def bases(study: Study) -> str:
     """Merges over few vectors."""
     columns = {m.title: Column(study.tuned, {"kind": "merge", "how": how})
-               for how, m in MERGES.items() if how in ("ta", "ties", "iso", "tsvm", "wudi",
-                                                       "wudi_300", "wudi_30")}  # fmt: skip
+               for how, m in MERGES.items()
+               if "_cts" not in how and not how.startswith("wudi_30_")}  # fmt: skip
     columns |= {WAYS[how].title: Column(study.tuned, {"kind": "learned", "how": how})
                 for how in ("localize", "dataless")}  # fmt: skip
     rows = by_basis(study, "merge", "learned")  # eight full fine-tunes are as the twelve
@@ -336,7 +337,7 @@ def theory(study: Study) -> str:
 TABLES = {"specialists": specialists, "merges": merges, "bases": bases, "learned": learned,
           "stores": stores, "routing": routing, "forgetting": forgetting, "online": online,
           "theory": theory}  # fmt: skip
-BARS = ("ta", "ties", "iso", "tsvm", "wudi_30")
+BARS = ("ta", "ties", "iso", "tsvm", "wudi_auto")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#222222")  # Okabe and Ito's
 
 
