@@ -27,7 +27,6 @@ from tvb_mergekit.store.router import THRESHOLD, Gate, Router, plain_texts, upda
 from tvb_mergekit.store.routing import (
     Routed,
     end_routing,
-    is_turned,
     linear_layers,
     routed_model,
     routers_in,
@@ -133,13 +132,11 @@ class Live:
         if not self.bases.whole:
             raise UserError(f"{self.bases.place} holds bases: `route` needs a store of all tasks")
         linear, numbers = linear_layers(self._module), [self.bases.index(t) for t in tasks]
-        items = [item for item in self._items if item.name in linear]
-        turned = {name for name, layer in linear.items() if is_turned(layer)}
-        found = [gates_in(self.bases, items, number, turned) for number in numbers]
+        gates = {task: gates_in(self.bases, task, linear) for task in tasks}
         updates = updates_of(self._items, numbers, linear)
-        theta = self._seen({*chain(*found)}) if updates is None else {}
+        theta = self._seen({*chain(*gates.values())}) if updates is None else {}
         texts = plain_texts(self._module, self._base.folder)
-        gate = Gate(self._module, dict(zip(tasks, found, strict=True)), theta, texts)
+        gate = Gate(self._module, gates, theta, texts)
         return Router(gate, lambda task: self._change({task: 1.0} if task else {}, False), updates)
 
     def _seen(self, gates: Collection[str]) -> dict[str, Tensor]:

@@ -124,7 +124,7 @@ def written(
             tensors = {name: source.file.tensor(name) for name in source.file.tensors}
             metadata = {MARKER: form.name, CONFIG: json.dumps(source.config)}
             write_tensors(paths[k], tensors, metadata)
-        elif form.name in inputs.tasks:
+        if form.name in inputs.tasks:
             more["gates"] = write_gates(store, change.place("gates", names[k]), inputs, own[k])
         if form.codec == "lossless":
             place = change.place("files", names[k])

@@ -78,9 +78,9 @@ class Form(Record):
 class Vector(Form):
     """One vector of a store, with its files.
 
-    `gates` is read by `attach(...).route()`, see `store.gates`; adapters have their own factors. A
-    lossless model has the other `files`, those that it has `shared` with the base's folder -> their
-    checksum, and all tensors of the vector except the `foreign` ones.
+    `gates`, of a task, is read by `attach(...).route()`, see `store.gates`. A lossless model has
+    the other `files`, those that it has `shared` with the base's folder -> their checksum, and all
+    tensors of the vector except the `foreign` ones.
     """
 
     weights: StoredFile

@@ -1,9 +1,9 @@
 """Gates: directions of inputs that show the task of a prompt; see `router`.
 
 The gate of a task and a matrix holds the first right singular vectors of the task's difference, k
-rows [k, inputs]: what training has seen there. `tvb build` and `tvb add` keep those of vectors
-which are not adapters, for a sample has lost them. In `looked_at` lie few matrices, and so the
-gates take less than a hundredth of the bytes of a lossless model.
+rows [k, inputs]: what training has seen there. `tvb build` and `tvb add` keep them, which a sample
+has lost. In `looked_at` lie few matrices, and so the gates take less than a hundredth of the bytes
+of a lossless model.
 """
 
 from __future__ import annotations
@@ -55,14 +55,9 @@ def gates_of(items: Sequence[Item], number: int, turned: Container[str]) -> dict
 
 
 def difference(item: Item, number: int, turned: bool) -> Tensor:
-    """A matrix with the right singular vectors and the singular values of a model's difference."""
+    """What a model has changed in a matrix [outputs, inputs]."""
     item = item.loaded()
     part, base = item.inputs[number], item.base
-    if part.factors is not None:
-        (factors,) = item.updates()[number : number + 1]
-        left, right = (factors.right.T, factors.left.T) if turned else (factors.left, factors.right)
-        core: Tensor = torch.linalg.qr(left)[1] @ right
-        return core
     found = item.whole(part).float().view(item.shape)
     if part.holds == "weight" and base is not None:
         found = found - item.whole(base).float().view(item.shape)
@@ -79,18 +74,10 @@ def write_gates(store: Path, place: str, inputs: TaskSet, number: int) -> Stored
     return record_of(store, place)
 
 
-def gates_in(
-    bases: Bases, items: Sequence[Item], number: int, turned: Container[str]
-) -> dict[str, Tensor]:
-    """The gates of one task of a store, from its file or, as of an adapter, from its vector.
-
-    Args:
-        items: the tensors whose gates are wanted, each with all vectors as inputs.
-    """
-    stored = bases.facts.vectors[number].gates
-    if bases.path is None or stored is None:
-        return gates_of(items, number, turned)
+def gates_in(bases: Bases, task: str, names: Container[str]) -> dict[str, Tensor]:
+    """The gates of one task of a store, for the matrices of these names."""
+    stored = bases.facts.vectors[bases.index(task)].gates
+    assert stored is not None  # a store of all tasks has them
     check_files(bases.path, [stored], checksums=True)
-    wanted = {item.name for item in items}
     held = load_file(bases.path / stored.file)
-    return {name: gate.float() for name, gate in held.items() if name in wanted}
+    return {name: gate.float() for name, gate in held.items() if name in names}
