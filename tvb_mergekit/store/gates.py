@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.names import TRANSPOSED, is_linear, looked_at
 from tvb_mergekit.store.facts import StoredFile, check_files, record_of, write_tensors
 from tvb_mergekit.store.store import Bases
@@ -77,7 +78,8 @@ def write_gates(store: Path, place: str, inputs: TaskSet, number: int) -> Stored
 def gates_in(bases: Bases, task: str, names: Container[str]) -> dict[str, Tensor]:
     """The gates of one task of a store, for the matrices of these names."""
     stored = bases.facts.vectors[bases.index(task)].gates
-    assert stored is not None  # a store of all tasks has them
+    if stored is None:
+        raise UserError(f"{bases.place} has no gates of {task}; build it again")
     check_files(bases.path, [stored], checksums=True)
     held = load_file(bases.path / stored.file)
     return {name: gate.float() for name, gate in held.items() if name in names}
