@@ -59,8 +59,8 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("methods/ties.py", "kept - density * kept[:1]", "kept - density * kept[:1] + 99"),
     ],
     f"{ENCODERS} -k closed_form": [
-        ("encoders/linear.py", "self.values[encoder.shape[1] :]", "self.values[1:]"),
-        ("encoders/linear.py", "scales > NULL *", "scales > 1e-30 *"),
+        ("gram.py", "self.values[encoder.shape[1] :]", "self.values[1:]"),
+        ("gram.py", "scales > NULL *", "scales > 1e-30 *"),
     ],
     f"{ENCODERS} -k pca": [
         ("encoders/baselines.py", "mean=1 / gram.size", "mean=0"),

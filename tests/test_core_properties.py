@@ -14,7 +14,12 @@ from torch import Tensor
 
 from tvb_mergekit.core.basis import Step, build, warnings
 from tvb_mergekit.core.gram import SUMMED, GramSums, check_copied
-from tvb_mergekit.core.methods.ties import Histogram, trim_elect_merge
+from tvb_mergekit.core.methods.ties import (
+    BINS,
+    count_magnitudes,
+    trim_elect_merge,
+    trim_thresholds,
+)
 from tvb_mergekit.core.settings import resolve_settings
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import passes
@@ -165,9 +170,9 @@ def test_the_histogram_keeps_the_asked_share(data, length, density, seed):
     values = getattr(random, kind if kind in ("uniform", "laplace") else "normal")(size=length)
     values *= {"wide": 10.0 ** random.uniform(-6, 0, length), "tiny": 1e-10}.get(kind, 1.0)
     row = torch.from_numpy(values.astype(np.float32))
-    histogram = Histogram(1)
+    counts = torch.zeros(1, BINS, dtype=torch.int64)
     for chunk in row.split(7001):
-        histogram.add(chunk[None])
-    (limit,) = histogram.thresholds(density).tolist()
+        count_magnitudes(counts, chunk[None])
+    (limit,) = trim_thresholds(counts, density).tolist()
     share = float((row.abs() >= limit).double().mean())
     assert abs(share - density) <= 1e-4 + 1 / length

@@ -14,7 +14,8 @@ from scipy.linalg import helmert
 from torch import Tensor
 
 from tvb_mergekit.core.basis import encode
-from tvb_mergekit.core.encoders import Gram, balanced
+from tvb_mergekit.core.encoders.balanced import balanced
+from tvb_mergekit.core.gram import Gram
 from tvb_mergekit.core.settings import Settings
 from tvb_mergekit.errors import UserError
 

@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 
 from tvb_mergekit.atomic import write_file
-from tvb_mergekit.core.encoders.linear import Array
+from tvb_mergekit.core.gram import Array
 from tvb_mergekit.errors import counted, listed, megabytes
 from tvb_mergekit.figures import BLUE, DARK, LABEL, ORANGE, rendered
 from tvb_mergekit.store.inspection import Inspection

@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tvb_mergekit.core.encoders import EVEN, Encoding, Gram
-from tvb_mergekit.core.gram import GramSums
-from tvb_mergekit.core.methods.ties import Histogram
-from tvb_mergekit.core.registry import BASES, METHODS
-from tvb_mergekit.core.settings import Settings
+from tvb_mergekit.core.gram import Encoding, Gram, GramSums
+from tvb_mergekit.core.methods.ties import trim_thresholds
+from tvb_mergekit.core.settings import BASES, EVEN, METHODS, Settings
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.progress import phase
 
@@ -103,7 +101,7 @@ class Tunables:
 class Combination:
     """Coefficients of the N vectors that a merge combines: T task vectors, or M bases of a store.
 
-    `histogram` counts the magnitudes of each basis over all tensors, for TIES.
+    `histogram` [M, BINS] counts the magnitudes of each basis over all tensors, for TIES.
     """
 
     settings: Settings
@@ -111,7 +109,7 @@ class Combination:
     # B = vectors @ [N, M] (paper Eq. 8), T_hat = vectors @ [N, T] (Eq. 10), both float64
     weighted_encoder: Tensor
     weighted_reconstruction: Tensor
-    histogram: Histogram | None = field(default=None, kw_only=True)
+    histogram: Tensor | None = field(default=None, kw_only=True)
     seconds: dict[str, float] = field(default_factory=dict, kw_only=True)
 
     @property
@@ -150,7 +148,7 @@ class Combination:
             limits = [0.0] * self.num_bases
             if values.density < 1:
                 assert self.histogram is not None
-                limits = self.histogram.thresholds(values.density).tolist()
+                limits = trim_thresholds(self.histogram, values.density).tolist()
             direction = partial(METHODS[self.settings.method], self.settings, thresholds=limits)
             scale = 1.0 if alone else values.lambda_ * self.scale
             return Step([(scale, self.weighted_encoder)], not alone, direction)

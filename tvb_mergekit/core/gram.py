@@ -1,7 +1,10 @@
-"""The Gram matrix G = T^T T of the task vectors: sums over pieces, and messages for bad inputs.
+"""The Gram matrix G = T^T T of the task vectors: its sums, its spectrum, and encodings by it.
 
 Task vectors are formed in float32 from the stored dtypes. A product of SUMMED columns is summed in
 float32, and the products in float64. The relative error of the trace is about 3e-7.
+
+Encoders work on F, G = F^T F with F = S^(1/2) V^T from one `eigh`: ||F X||_F^2 is Tr(X^T G X)
+without cancellation. Normal equations would square the condition number once more.
 """
 
 from __future__ import annotations
@@ -9,11 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tvb_mergekit.errors import UserError
 
+Array = NDArray[np.float64]
+NULL = 1e-13  # the largest |F x| / (|F| |x|) of a null vector x of G
 SUMMED = 2048  # columns that one float32 matrix product sums over
 AT_ONCE = 2**17  # elements that are checked or made at once
 OR_EXCLUDE = ", or leave the tensor out with `exclude`"
@@ -165,3 +172,82 @@ def factor_gram(matrices: Iterable[Sequence[Factors]], tasks: int) -> GramSums:
         sums.num_parameters += left.shape[0] * right.shape[1]
     sums.gram = symmetric(sums.gram)
     return sums
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Coefficients of M bases over T tasks, all float64, and their loss.
+
+    `encoder` is W_e [T, M] and `decoder` W_d [M, T]; T_hat = T `reconstruction` [T, T].
+    """
+
+    encoder: Tensor
+    decoder: Tensor
+    reconstruction: Tensor
+    eigenvalues: Tensor
+    loss: float
+    spectral_bound: float
+
+    @property
+    def retained_energy(self) -> float:
+        """1 - loss / tr G; 1 if all task vectors are zero."""
+        total = float(self.eigenvalues.sum())
+        return 1.0 - self.loss / total if total > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class Gram:
+    """G = T^T T by its spectrum: `values` [T] descending and `root` F [T, T].
+
+    Eigenvalues that are zero up to rounding are set to zero: G has its true rank.
+    """
+
+    matrix: Array
+    values: Array
+    root: Array
+
+    @classmethod
+    def of(cls, gram: Tensor) -> Gram:
+        """Raises UserError unless `gram` is finite."""
+        matrix = np.array(gram.detach().cpu().numpy(), dtype=np.float64)
+        if not np.isfinite(matrix).all():
+            raise UserError("the Gram matrix of the task vectors holds NaN or infinity")
+        matrix = (matrix + matrix.T) / 2
+        values, vectors = np.linalg.eigh(matrix)
+        values, vectors = values[::-1].copy(), vectors[:, ::-1]
+        # eigh is exact to about eps * ||G||; below that an eigenvalue is noise of either sign
+        values[values <= len(values) * np.finfo(np.float64).eps * max(values[0], 0.0)] = 0.0
+        return cls(matrix, values, np.sqrt(values)[:, None] * vectors.T)
+
+    @property
+    def size(self) -> int:
+        return len(self.values)
+
+    def errors(self, reconstruction: Array) -> Array:
+        """||tau_hat_i - tau_i|| [T] of T_hat = T `reconstruction`; 0 if it is rounding alone."""
+        lengths = np.linalg.norm(self.root @ (reconstruction - np.eye(self.size)), axis=0)
+        return np.where(lengths > NULL * np.linalg.norm(self.root), lengths, 0.0)
+
+    def decoder(self, encoder: Array) -> Array:
+        """The least-squares W_d [M, T] of least norm, (W_e^T G W_e)^+ W_e^T G = (F W_e)^+ F.
+
+        F and W_e decide which values count as zero: their product may be pure noise.
+        """
+        left, scales, right = np.linalg.svd(self.root @ encoder, full_matrices=False)
+        kept = scales > NULL * np.linalg.norm(self.root) * np.linalg.norm(encoder)
+        return right[kept].T @ (left[:, kept].T @ self.root / scales[kept, None])
+
+    def encoding(self, encoder: Array, decoder: Array | None = None, mean: float = 0) -> Encoding:
+        """The result; the decoder defaults to least squares. R = W_e W_d + `mean` 11^T."""
+        decoder = self.decoder(encoder) if decoder is None else decoder
+        reconstruction = encoder @ decoder + mean
+        # ||T R - T||_F^2 = ||F (R - I)||_F^2 (paper Eqs. 5 and 6)
+        loss = float(np.square(self.root @ (reconstruction - np.eye(self.size))).sum())
+        # the eigenvalues beyond the M-th (Eq. 7)
+        bound = float(self.values[encoder.shape[1] :].sum())
+        coefficients = _tensor(encoder), _tensor(decoder), _tensor(reconstruction)
+        return Encoding(*coefficients, _tensor(self.values), loss, bound)
+
+
+def _tensor(array: Array) -> Tensor:
+    return torch.from_numpy(np.array(array, dtype=np.float64, order="C"))

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 NULL = 1e-5  # of the largest singular value
+Triples = tuple[Tensor, Tensor, Tensor]  # singular triples: U [m, k], S [k] float64, V [n, k]
 Noise = Sequence[float] | None  # the largest singular value that rounding to 16 bits makes, [M]
 
 
@@ -33,14 +33,6 @@ def rounding_noise(matrix: Tensor, dtype: torch.dtype) -> float:
     return kind.eps / 2 * math.hypot(0.6 * float(rows + columns), flat)
 
 
-class Triples(NamedTuple):
-    """Singular triples: U [m, k], S [k] float64, V [n, k]."""
-
-    left: Tensor
-    sizes: Tensor
-    right: Tensor
-
-
 def top_triples(matrix: Tensor, count: int, floor: float) -> Triples:
     """The first singular triples of [m, n].
 
@@ -53,7 +45,7 @@ def top_triples(matrix: Tensor, count: int, floor: float) -> Triples:
     sizes, inverse = sizes[first].flip(0), inverse[first].flip(0)
     near = vectors[:, first].flip(1) * (inverse > 0)
     far = wide.T @ near * inverse  # V = W^T U / S
-    return Triples(far, sizes, near) if tall else Triples(near, sizes, far)
+    return (far, sizes, near) if tall else (near, sizes, far)
 
 
 def polar(matrix: Tensor, floor: float) -> tuple[Tensor, Tensor]:
@@ -74,7 +66,7 @@ def beside(every: Sequence[Triples], turned: float) -> Triples:
     No direction is kept that turns of vectors by `turned` have made.
     """
     left, sizes, right = (torch.cat(each, -1) for each in zip(*every, strict=True))
-    return Triples(polar(left, turned)[0], sizes, polar(right, turned)[0])
+    return polar(left, turned)[0], sizes, polar(right, turned)[0]
 
 
 def blur(sizes: Tensor, noise: float) -> float:

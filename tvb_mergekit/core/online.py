@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import encode
-from tvb_mergekit.core.encoders import Gram, balanced
+from tvb_mergekit.core.encoders.balanced import balanced
+from tvb_mergekit.core.gram import Gram
 from tvb_mergekit.core.settings import Settings
 
 COMPRESSIONS = ("ae", "balanced")

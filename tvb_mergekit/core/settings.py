@@ -19,11 +19,13 @@ import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
 from tvb_mergekit.core import encoders, methods
-from tvb_mergekit.core.registry import Declared, Key, Number, Pattern, Text
+from tvb_mergekit.core.registry import Declared, Key, Level, Number, Pattern, Text
 from tvb_mergekit.errors import UserError, hint
 from tvb_mergekit.names import is_linear
 
 BASES, METHODS = encoders.BASES, methods.METHODS
+# Bases whose sum is M/T times that of all tasks, whatever G is
+EVEN = tuple(name for name, kind in BASES.items() if kind.known is Level.SUM)
 MATRIX_METHODS = tuple(name for name, each in METHODS.items() if each.merges == "matrices")
 Weight = Annotated[float, Field(gt=0, le=1e6)] | Annotated[float, Field(lt=0, ge=-1e6)]
 # Keys of every method and every basis

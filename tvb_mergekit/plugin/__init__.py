@@ -1,8 +1,9 @@
 """The adapter: the only package that knows mergekit, and the names of mergekit that it knows.
 
 The start-up hook calls `on_import` after each of mergekit's modules in WRAPPED has run, before its
-importer has taken names from it. The wrappers import the rest of this package when a
-recipe or a caller asks for one of our methods. Until then mergekit starts as fast as without us.
+importer has taken names from it. The wrappers import the rest of this package when a recipe or a
+caller asks for one of our methods. Until then mergekit starts as fast as without us, and other
+recipes reach mergekit's own functions untouched.
 
 mergekit promises none of its names. `ready` looks for each of them before the first merge. A
 version of mergekit with the same names works, tested or not.
@@ -11,16 +12,23 @@ version of mergekit with the same names works, tested or not.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
+import os
+from collections.abc import Callable
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
+import yaml
+
 import tvb_mergekit_hook
+from tvb_mergekit.errors import UserError, check_names, refusing, unwinding
+from tvb_mergekit.plugin.text import OURS, parse, store_of
 
 TESTED = "0.1.5"  # the version of mergekit that has the names below
 
-# Module of mergekit -> its names that `wrappers` wraps when the module is imported
+# Module of mergekit -> its names that are wrapped when the module is imported
 _REGISTRY = ("get", "registered_methods")
 WRAPPED = {
     "mergekit.merge_methods.registry": _REGISTRY,
@@ -55,18 +63,23 @@ def on_import(module: ModuleType) -> str | None:
     Returns:
         The reason why this mergekit cannot be used, in one line, or None.
     """
-    from tvb_mergekit.plugin import wrappers
-
     places = [f"{module.__name__[9:]}:{name}" for name in WRAPPED[module.__name__]]
     if problem := _problem(places):
         return problem
     for owner, name in map(owner_of, places):
         original = getattr(owner, name)
         if not getattr(original, "tvb_mergekit", False):
-            made: Any = functools.wraps(original)(getattr(wrappers, name)(original))
-            made.tvb_mergekit = True
-            setattr(owner, name, made)
+            setattr(owner, name, _wrapped(original, WRAPPERS[name]))
     return None
+
+
+def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    replacement.tvb_mergekit = True  # type: ignore[attr-defined]
+    return replacement
 
 
 def ready() -> bool:
@@ -118,3 +131,70 @@ def owner_of(place: str) -> tuple[Any, str]:
     *outer, attribute = path.split(".")
     found = importlib.import_module(f"mergekit.{module}")
     return functools.reduce(getattr, outer, found), attribute
+
+
+def _get(original: Callable[[str], Any], name: str) -> Any:
+    """mergekit's method of a name, or ours."""
+    if str(name).startswith(OURS):
+        ready()
+    return original(name)
+
+
+def _registered_methods(original: Callable[[], Any]) -> Any:
+    """mergekit's methods and ours."""
+    ready()
+    return original()
+
+
+def _run_merge(
+    original: Callable[..., None],
+    merge_config: Any,
+    out_path: str,
+    options: Any,
+    config_source: str | None = None,
+) -> None:
+    """mergekit's `run_merge`, which merges our methods by `run.merge`."""
+    if merge_config.merge_method.startswith(OURS) and ready():
+        from tvb_mergekit.plugin import document, run
+
+        with refusing(planning=True):
+            text = config_source or merge_config.to_yaml()
+            # `python -m mergekit.scripts.run_yaml` has not been through `_callback`
+            document.check_unknown_keys(yaml.safe_load(text), merge_config.model_dump())
+            read = document.document_of(merge_config, text)
+        return run.merge(read, out_path, options)
+    with refusing():
+        for model in merge_config.referenced_models():
+            if store_of(model):
+                raise UserError(
+                    f"model {model} is of a store, a difference from its base, and "
+                    f"{merge_config.merge_method} takes models: make them with `tvb export`"
+                )
+    return original(merge_config, out_path, options, config_source)
+
+
+def _callback(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A command of mergekit, after checks of a recipe whose unknown keys mergekit would drop."""
+    path = kwargs.get("config_file")
+    if not (path and os.path.isfile(path)):
+        return original(*args, **kwargs)
+    with refusing(planning=True):
+        recipe = parse(path)
+        if ours := recipe.uses_our_methods() and ready():
+            gc.set_threshold(50_000)  # else the libraries' million objects are searched again
+            check_names(kwargs.get("out_path") or path)
+            from tvb_mergekit.plugin.document import check_documents
+
+            check_documents(recipe, several="intermediate_dir" in kwargs)
+    if not ours:
+        return original(*args, **kwargs)
+    with refusing(out=str(kwargs.get("out_path"))), unwinding():
+        return original(*args, **kwargs)
+
+
+WRAPPERS: dict[str, Callable[..., Any]] = {
+    "get": _get,
+    "registered_methods": _registered_methods,
+    "run_merge": _run_merge,
+    "callback": _callback,
+}

@@ -26,8 +26,8 @@ from mergekit.merge import _model_out_config
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 
-from tvb_mergekit import hub
 from tvb_mergekit.errors import UserError, listed, one_line, refusing
+from tvb_mergekit.hub import may_be_on_the_hub, snapshot
 from tvb_mergekit.names import LAYER, tied_uses
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import MergedTensors, Plan
@@ -159,7 +159,7 @@ def _folder(model: ModelReference, options: MergeOptions) -> str:
     path, revision, cache = model.model.path, model.model.revision, options.transformers_cache
     if os.path.exists(path):
         return str(path)
-    found = hub.snapshot(path, revision, cache)
+    found = snapshot(path, revision, cache)
     if HF_HUB_OFFLINE or glob(f"{found}/*.safetensors"):
         return found
     return str(model.local_path(cache))
@@ -184,10 +184,15 @@ def planned_by_mergekit(
     LoaderCache().setup(options=options)
     try:
         architecture = get_architecture_info(config, options)
-    except (AssertionError, AttributeError, NotImplementedError, TypeError):  # mergekit's search
+    except (AssertionError, AttributeError, NotImplementedError, TypeError):
+        # mergekit's search reads no adapter's model, needs `architectures` in config.json, and asks
+        # classes for embeddings that CLIP, wav2vec 2 or a model's own code may not name
         if not config.models:
             raise
         architecture = _load_architecture_json(UNKNOWN)
+    except RuntimeError as error:  # its own
+        told = "are all models of the base's architecture (`architectures` in config.json)?"
+        raise UserError(f"{told} mergekit says: {one_line(error)}") from error
     if unknown := sorted(set(config.modules or ()) - set(architecture.modules)):
         known = listed([*architecture.modules])
         raise UserError(f"`modules`: the models have no {listed(unknown)}; they have {known}")
@@ -322,7 +327,7 @@ class _Planner(MergePlanner):
 def check_configuration(model: ModelReference, options: MergeOptions) -> None:
     """Raise UserError if a model's folder or configuration is missing, or its tensors are codes."""
     path = model.model.path
-    if not os.path.isdir(path) and not hub.may_be_on_the_hub(path):
+    if not os.path.isdir(path) and not may_be_on_the_hub(path):
         raise UserError(
             f"model {path}: no such folder (from {os.getcwd()}); recipes expand neither `~` nor `$`"
         )

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from tvb_mergekit.core import online
 from tvb_mergekit.core.basis import Basis, unlike
-from tvb_mergekit.core.encoders import Gram
-from tvb_mergekit.core.gram import GramSums
+from tvb_mergekit.core.gram import Gram, GramSums
 from tvb_mergekit.core.settings import VARYING_KEYS, Settings
 from tvb_mergekit.errors import UserError, check_known
 from tvb_mergekit.store import is_store

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, warnings
-from tvb_mergekit.core.encoders import EVEN
 from tvb_mergekit.core.gram import check_copied
+from tvb_mergekit.core.settings import EVEN
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.change import Change
 from tvb_mergekit.store.codecs import planned, written

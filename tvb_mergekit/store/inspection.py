@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tvb_mergekit.core.encoders import Gram
 from tvb_mergekit.core.encoders.balanced import completion
+from tvb_mergekit.core.gram import Gram
 from tvb_mergekit.store.facts import Facts, StoreFacts
 
 NUMBERS = ("gram", "eigenvalues", "encoder", "decoder", "reconstruction")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tvb_mergekit.core.encoders import EVEN
-from tvb_mergekit.core.settings import GLOBAL_KEYS, MATRIX_METHODS, VARYING_KEYS
+from tvb_mergekit.core.settings import EVEN, GLOBAL_KEYS, MATRIX_METHODS, VARYING_KEYS
 from tvb_mergekit.store.facts import StoreFacts
 
 ALL_TASKS = {  # name of a merge of all tasks -> method

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Combination
-from tvb_mergekit.core.encoders import Encoding, Gram
+from tvb_mergekit.core.gram import Encoding, Gram
 from tvb_mergekit.core.settings import MERGING_KEYS, VARYING_KEYS
 from tvb_mergekit.errors import counted, listed
 from tvb_mergekit.store import facts as files

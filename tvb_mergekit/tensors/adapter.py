@@ -232,6 +232,7 @@ class Adapter(Weights):
         try:
             config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             given = {key: value for key, value in config.items() if key in _PLAIN and value}
+            given.setdefault("peft_type", "not named")
         except (ValueError, AttributeError) as error:
             raise self._error(f"{CONFIG} cannot be read ({error}); download it again") from error
         for key, value in given.items():

@@ -105,8 +105,8 @@ def count_if_needed(
         return
     started = time.perf_counter()
     counted = count_pass(basis.weighted_encoder, ranks.share_of(items), engine, sums)
-    ranks.world().add_up(counted.counts)
-    counted.counts[:, 0] += zeros  # the bin of zero
+    ranks.world().add_up(counted)
+    counted[:, 0] += zeros  # the bin of zero
     basis.histogram = counted
     basis.seconds["trim"] = time.perf_counter() - started
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tvb_mergekit.core.basis import Step, check_output
 from tvb_mergekit.core.gram import NO_TENSOR, GramSums, not_finite, products, squares, symmetric
-from tvb_mergekit.core.methods.ties import BINS, Histogram
+from tvb_mergekit.core.methods.ties import BINS, count_magnitudes
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink
@@ -238,16 +238,17 @@ def count_pass(
     items: Sequence[Item],
     engine: Engine = Engine(),
     sums: RunningSums | None = None,
-) -> Histogram:
-    """The magnitudes of the bases B = T @ encoder in all items; `sums` of the same pass."""
+) -> Tensor:
+    """The histogram [M, BINS] of the bases B = T @ encoder in all items; `sums` of this pass."""
     weights, count = encoder.T.to(engine.device, torch.float32), encoder.shape[1]
-    total, tables = Histogram(count), dict[Reader, Histogram]()  # of each thread
+    total = torch.zeros(count, BINS, dtype=torch.int64, device="cpu")
+    tables = dict[Reader, Tensor]()  # of each thread
 
     def work(piece: Piece, reader: Reader) -> Found | None:
         base, tau = reader.task_vectors(piece)
         if reader not in tables:
-            tables[reader] = Histogram(count, engine.device)
-        tables[reader].add(weights @ tau)
+            tables[reader] = torch.zeros_like(total, device=engine.device)
+        count_magnitudes(tables[reader], weights @ tau)
         return sums.of(piece.item, base, tau) if sums else None
 
     threads = max(1, TABLES // (8 * BINS * count))  # 9 MB a basis
@@ -257,7 +258,7 @@ def count_pass(
         if sums is not None:
             sums.add(piece, found)
     for table in tables.values():
-        total.counts += table.counts.cpu()
+        total += table.cpu()
     return total
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from tvb_mergekit.core.encoders.linear import Encoding, Gram
+from tvb_mergekit.core.gram import Encoding, Gram
 from tvb_mergekit.core.registry import AtLeastOne, Key, Positive, Whole, basis
 from tvb_mergekit.errors import UserError
 

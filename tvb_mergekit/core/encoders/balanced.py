@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import scipy  # whose parts are imported when they are used
 
-from tvb_mergekit.core.encoders.linear import NULL, Array, Encoding, Gram
+from tvb_mergekit.core.gram import NULL, Array, Encoding, Gram
 from tvb_mergekit.core.registry import Level, basis
 
 REFINEMENTS = 40

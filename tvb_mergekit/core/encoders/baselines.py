@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tvb_mergekit.core.encoders.linear import Array, Encoding, Gram
+from tvb_mergekit.core.gram import Array, Encoding, Gram
 from tvb_mergekit.core.registry import Level, basis
 
 NULL = 1e-12  # of the task vectors' length

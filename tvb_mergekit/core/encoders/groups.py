@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tvb_mergekit.core.encoders.linear import Array, Encoding, Gram
+from tvb_mergekit.core.gram import Array, Encoding, Gram
 from tvb_mergekit.core.registry import Level, basis
 
 STARTS = 20

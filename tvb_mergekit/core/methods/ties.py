@@ -48,30 +48,25 @@ def trim_elect_merge(bases: Tensor, *, thresholds: Sequence[float], merge_func: 
     return total.mul_(sign)
 
 
-class Histogram:
-    """Counts of magnitudes for `rows` streams of values (one per basis), int64: 9 MB a row."""
+def count_magnitudes(counts: Tensor, values: Tensor) -> None:
+    """Add a histogram of `values` [M, n], float32, to `counts` [M, BINS], int64: 9 MB a basis."""
+    for row, stream in zip(counts, values, strict=True):
+        pattern = stream.contiguous().view(torch.int32) & 0x7FFFFFFF
+        bins = pattern.bitwise_right_shift_(_SHIFT).sub_(_FIRST).clamp_(0, BINS - 1)
+        # Into one table: a new one for each chunk would cost ten times more. `scatter_add_` needs
+        # bins in int64, and takes half as long again.
+        row.index_add_(0, bins, torch.ones_like(bins, dtype=torch.int64))
 
-    def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
-        self.counts = torch.zeros(rows, BINS, dtype=torch.int64, device=device)
 
-    def add(self, values: Tensor) -> None:
-        """Count `values` [rows, n], float32, on the device of the counts."""
-        for row, stream in zip(self.counts, values, strict=True):
-            pattern = stream.contiguous().view(torch.int32) & 0x7FFFFFFF
-            bins = pattern.bitwise_right_shift_(_SHIFT).sub_(_FIRST).clamp_(0, BINS - 1)
-            # Into one table: a new one for each chunk would cost ten times more. `scatter_add_`
-            # needs bins in int64, and takes half as long again.
-            row.index_add_(0, bins, torch.ones_like(bins, dtype=torch.int64))
+def trim_thresholds(counts: Tensor, density: float) -> Tensor:
+    """For each basis the t whose share of |x| >= t is nearest to `density`: [M] float32.
 
-    def thresholds(self, density: float) -> Tensor:
-        """For each row the t whose share of |x| >= t is nearest to `density`: [rows] float32.
-
-        The share is within 1e-4 of `density`, except among many equal magnitudes: these are kept
-        or dropped together.
-        """
-        # Numbers of values in each bin or above, row by row
-        above = (row.flip(-1).cumsum(-1).flip(-1) for row in self.counts)
-        number = torch.stack([(kept - density * kept[:1]).abs().argmin() for kept in above])
-        # The smallest magnitude in each bin; 0 for bin 0
-        pattern = ((number + _FIRST) << _SHIFT).to(torch.int32)
-        return pattern.view(torch.float32).masked_fill(number == 0, 0.0)
+    The share is within 1e-4 of `density`, except among many equal magnitudes: these are kept or
+    dropped together.
+    """
+    # Numbers of values in each bin or above, basis by basis
+    above = (row.flip(-1).cumsum(-1).flip(-1) for row in counts)
+    number = torch.stack([(kept - density * kept[:1]).abs().argmin() for kept in above])
+    # The smallest magnitude in each bin; 0 for bin 0
+    pattern = ((number + _FIRST) << _SHIFT).to(torch.int32)
+    return pattern.view(torch.float32).masked_fill(number == 0, 0.0)

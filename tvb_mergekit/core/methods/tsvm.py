@@ -17,6 +17,6 @@ def singular_vectors(bases: Tensor, *, noise: Noise = None, rank: int | None = N
     count, most = len(bases), min(bases.shape[1:])
     noise, each = noise or [0.0] * count, min((rank or most) // count, most)
     every = [top_triples(*own) for own in zip(bases, [each] * count, noise, strict=True)]
-    turned = max(blur(own.sizes, noisy) for own, noisy in zip(every, noise, strict=True))
+    turned = max(blur(sizes, noisy) for (_, sizes, _), noisy in zip(every, noise, strict=True))
     left, sizes, right = beside(every, turned)
     return left.mul_(sizes.float()) @ right.T
