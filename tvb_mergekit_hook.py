@@ -55,7 +55,7 @@ def _env(name: str) -> bool:
 
 
 class TvbMergekitFinder:
-    """Finds modules by the finders after it, and wraps the loaders of MODULES."""
+    """Finds modules by the finders after it, and watches the loaders of MODULES."""
 
     stopped = False
 
@@ -68,11 +68,27 @@ class TvbMergekitFinder:
             find_spec = getattr(finder, "find_spec", None)
             spec: Any = find_spec and find_spec(name, path, target)
             if spec is not None:
-                # Another finder may have called this one: then the loader is wrapped already.
-                if hasattr(spec.loader, "exec_module") and type(spec.loader) is not _Loader:
-                    spec.loader = _Loader(spec.loader, self)
+                self._watch(spec.loader)
                 return spec  # type: ignore[no-any-return]
         return None
+
+    def _watch(self, loader: "Any") -> None:
+        """Let a loader hand over the next module that it executes."""
+        original = getattr(loader, "exec_module", None)
+        # Another finder may have called this one: then the loader is watched already.
+        if original is None or getattr(original, "watched", False):
+            return
+
+        def exec_module(module: "ModuleType") -> None:
+            del loader.exec_module  # it may load others, and the module keeps it
+            original(module)
+            self.after(module)
+
+        exec_module.watched = True  # type: ignore[attr-defined]
+        try:
+            loader.exec_module = exec_module
+        except AttributeError as error:  # a loader without attributes of its own
+            self.give_up(error)
 
     def catch_up(self) -> None:
         """Hand over the modules that were imported before install() was called."""
@@ -121,27 +137,6 @@ class TvbMergekitFinder:
             sys.stderr.write(f"tvb-mergekit: {METHODS} {problem}\n")
         except Exception:  # no stderr, or a closed one
             pass
-
-
-class _Loader:
-    """Replaces the loader of one module until the module is executed."""
-
-    def __init__(self, loader: "Any", finder: "TvbMergekitFinder") -> None:
-        self._loader = loader
-        self._finder = finder
-
-    def __getattr__(self, name: str) -> "Any":
-        return getattr(self._loader, name)
-
-    def exec_module(self, module: "ModuleType") -> None:
-        # The executed module keeps no reference to this class.
-        spec: Any = module.__spec__
-        if spec is not None and spec.loader is self:
-            spec.loader = self._loader
-        if getattr(module, "__loader__", None) is self:
-            module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._finder.after(module)
 
 
 FINDER = TvbMergekitFinder()

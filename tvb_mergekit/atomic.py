@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 
-@contextmanager
-def beside(target: Path) -> Iterator[Path]:
-    """A path for a file that replaces `target` at the end, and is deleted after an error."""
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent) as folder:
-        path = Path(folder) / target.name
-        yield path
-        os.replace(path, target)
-
-
 def write_file(target: Path, data: bytes) -> None:
-    """Write next to `target`, then rename."""
-    with beside(target) as path:
+    """Write a new file next to `target`, then rename it."""
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent) as folder:
+        path = Path(folder, target.name)
         path.write_bytes(data)
+        os.replace(path, target)

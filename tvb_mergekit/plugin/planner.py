@@ -36,11 +36,10 @@ from tvb_mergekit.plugin.sources import candidate, give_loaders, stored_names
 from tvb_mergekit.progress import bars, phase
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
-from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint
+from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint, tie
 from tvb_mergekit.tensors.merging import settings_over
 from tvb_mergekit.tensors.stream import Engine, Weights, device_of
 from tvb_mergekit.tensors.taskset import check_words, doubts
-from tvb_mergekit.tensors.ties import tie
 
 LOG = logging.getLogger(__name__)
 # mergekit's definition of an architecture without any tensor: all are planned by name.

@@ -28,7 +28,7 @@ from tvb_mergekit.progress import logging_above_bars
 from tvb_mergekit.store import report
 from tvb_mergekit.store.facts import Facts
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.checkpoint import weight_files
+from tvb_mergekit.tensors.checkpoint import say_untied, weight_files
 from tvb_mergekit.tensors.output import (
     FolderWriter,
     check_disk,
@@ -37,7 +37,6 @@ from tvb_mergekit.tensors.output import (
     plan_shards,
     staged,
 )
-from tvb_mergekit.tensors.ties import say_untied
 
 LOG = logging.getLogger(__name__)
 # mergekit's options for its own task graph, which none of our methods runs.

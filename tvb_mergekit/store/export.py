@@ -27,7 +27,7 @@ from tvb_mergekit.store.change import slugs
 from tvb_mergekit.store.facts import check_files, record_of
 from tvb_mergekit.store.report import OURS, section, vectors
 from tvb_mergekit.store.store import Bases
-from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint
+from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint, say_untied
 from tvb_mergekit.tensors.coding import Coded, keep
 from tvb_mergekit.tensors.output import (
     FolderWriter,
@@ -41,7 +41,6 @@ from tvb_mergekit.tensors.output import (
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
-from tvb_mergekit.tensors.ties import say_untied
 
 LOSSY = 0.3  # relative error of a reconstructed task beyond which an export warns
 REST = "rest.safetensors"

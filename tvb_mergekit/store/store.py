@@ -23,13 +23,12 @@ from tvb_mergekit.errors import UserError, hint
 from tvb_mergekit.store import STORE, is_store
 from tvb_mergekit.store.facts import StoreFacts, Vector, check_files, read_facts
 from tvb_mergekit.tensors.adapter import Adapter
-from tvb_mergekit.tensors.checkpoint import RESTORE, Checkpoint, metadata_of
+from tvb_mergekit.tensors.checkpoint import RESTORE, SAME, Checkpoint, lend, metadata_of, tie
 from tvb_mergekit.tensors.coding import Coded
 from tvb_mergekit.tensors.merging import build_basis, count_if_needed
 from tvb_mergekit.tensors.output import MARKER
 from tvb_mergekit.tensors.stream import Engine, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
-from tvb_mergekit.tensors.ties import SAME, lend, tie
 
 CONFIG = "tvb_adapter"  # key of adapter_config.json in the metadata of a file of factors
 

@@ -23,9 +23,8 @@ from torch import Tensor
 from tvb_mergekit.core.gram import AT_ONCE, Factors, damage
 from tvb_mergekit.errors import UserError, one_line
 from tvb_mergekit.names import IN_OUT, TRANSPOSED, tied_uses
-from tvb_mergekit.tensors.checkpoint import Checkpoint
+from tvb_mergekit.tensors.checkpoint import Checkpoint, tie
 from tvb_mergekit.tensors.stream import Weights
-from tvb_mergekit.tensors.ties import tie
 
 CONFIG = "adapter_config.json"
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
@@ -142,7 +141,7 @@ class Adapter(Weights):
         self.name_tensors()
 
     def name_tensors(self) -> None:
-        """Take X's names of tensors, also those that X has got since; see `ties.tie`."""
+        """Take X's names of tensors, also those that X has got since; see `checkpoint.tie`."""
         self.shards, self.folder, self.tensors = self.under.shards, self.under.folder, {}
         for name, info in self.under.tensors.items():
             alias = None if self.changed & {name, info.alias_of} else info.alias_of

@@ -44,15 +44,12 @@ def check_output_folder(out: str | os.PathLike[str]) -> None:
     if not place.is_dir() or not os.access(place, os.W_OK):
         why = "not writable" if place.is_dir() else "a file"
         raise UserError(f"the output {out}: {place} is {why}; name another folder")
-    if os.path.isdir(out) and (found := _visible(out)):
+    names = sorted(os.listdir(out)) if os.path.isdir(out) else []
+    if found := [name for name in names if name[0] != "." and name != "lost+found"]:
         raise UserError(
             f"the output folder {out} already holds {listed(found, 4)}; delete what it holds, or "
             "name another folder"
         )
-
-
-def _visible(out: str | os.PathLike[str]) -> list[str]:
-    return sorted(name for name in os.listdir(out) if name[0] != "." and name != "lost+found")
 
 
 def check_disk(out: str | os.PathLike[str], nbytes: int) -> None:

@@ -29,7 +29,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
     shard: str = ""
-    alias_of: str | None = None  # the first name of the same memory, or as `ties.tie` says
+    alias_of: str | None = None  # the first name of the same memory, or as `checkpoint.tie` says
     offset: int | None = None  # of its first byte in the shard; None in a PyTorch file
     stored: bool = True  # False for a name that the file lacks
 
@@ -96,7 +96,7 @@ class Weights:
         return set()
 
     def name_tensors(self) -> None:
-        """Take the names of tensors that the model of an adapter has got; see `ties.tie`."""
+        """Take the names of tensors that the model of an adapter has got; see `checkpoint.tie`."""
 
     def canonical(self, name: str) -> str:
         """The first name of a tensor with several names."""

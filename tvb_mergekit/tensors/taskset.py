@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from tvb_mergekit.core.gram import NO_TENSOR, GramSums
 from tvb_mergekit.core.settings import Settings
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.names import OF_FUNCTION, renamed, tied_uses
 from tvb_mergekit.tensors.adapter import GATHER, Adapter
-from tvb_mergekit.tensors.checkpoint import configuration, vocabulary
+from tvb_mergekit.tensors.checkpoint import SAME, tie
 from tvb_mergekit.tensors.stream import Item, Part, StateDict, Weights
-from tvb_mergekit.tensors.ties import SAME, tie
 
 QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 ALIKE = "give models that were fine-tuned from this base, with their tensors named alike"
@@ -143,7 +145,7 @@ def match(
 ) -> tuple[TaskSet, list[str]]:
     """Match the tensors of models by name.
 
-    A tensor with two names counts once; see `ties.tie`.
+    A tensor with two names counts once; see `checkpoint.tie`.
 
     Returns:
         The task set, whose weights are 1, and a line about each model with tensors that nobody
@@ -207,6 +209,32 @@ def doubts(models: Sequence[Weights], tasks: Sequence[str], trust: bool = False)
         told = "every model ends its texts with token %s, the merge as the base with %s: mend its"
         notes.append(f"{told % (ends[0], first)} config.json and generation_config.json")
     return notes
+
+
+def vocabulary(folder: Path) -> dict[str, int]:
+    """Token -> row, by the files of a tokenizer; empty if none can be read."""
+    with suppress(Exception):  # missing or damaged: the tokenizer's own loader complains
+        return dict(Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab())
+    with suppress(OSError, ValueError):
+        return dict(json.loads((folder / "vocab.json").read_bytes()))
+    with suppress(OSError, ValueError):
+        lines = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
+        return {word: row for row, word in enumerate(lines)}
+    return {}
+
+
+def configuration(folder: Path, trust: bool = False) -> dict[str, Any]:
+    """A model's configuration, of a multimodal model that of its text; empty if none can be read.
+
+    Args:
+        trust: whether to run a model's own code.
+    """
+    with suppress(Exception):
+        from transformers import AutoConfig  # slow
+
+        found = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+        return dict((getattr(found, "text_config", None) or found).to_dict())
+    return {}
 
 
 def check_words(models: Sequence[Weights], tasks: Sequence[str], names: Iterable[str]) -> list[str]:
