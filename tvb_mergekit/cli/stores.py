@@ -252,7 +252,7 @@ def merge(
 
         ranks.one_only("tvb merge --lora")
         document = cli.document_of(recipe, method, base)
-        from tvb_mergekit.plugin.lora import merge_to_adapter
+        from tvb_mergekit.plugin.inputs import merge_to_adapter
 
         merge_to_adapter(document, out, dtype or torch.float32, cli.model_options(values))
         click.echo(f"Written to {out}")

@@ -13,8 +13,8 @@ from mergekit.tokenizer.config import TokenizerConfig
 
 from tvb_mergekit.core.settings import ALL_KEYS, METHODS, MODEL_KEYS, VARYING_KEYS, unknown_key
 from tvb_mergekit.errors import UserError, refusing
+from tvb_mergekit.plugin import RecipeFile, parse, store_of, unknown_method
 from tvb_mergekit.plugin.recipe import Recipe, expand, read_recipe
-from tvb_mergekit.plugin.text import RecipeFile, parse, store_of, unknown_method
 from tvb_mergekit.tensors import ranks
 
 

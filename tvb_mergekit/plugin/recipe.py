@@ -1,5 +1,6 @@
-"""A recipe in mergekit's configuration: models, or a store's vectors, with tasks and settings.
+"""Our methods in mergekit's registry, and a recipe in mergekit's configuration.
 
+A recipe lists models, or a store's vectors, with tasks and settings.
 mergekit's planner asks each model for a configuration, a tokenizer and tensors. A vector of a store
 has those of the base. So the vector is planned as the base's folder with a revision, which folders
 do not have; the revision is the vector's name in the recipe.
@@ -10,15 +11,25 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn
 
 from mergekit.common import ModelPath, ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.merge import _set_chat_template
+from mergekit.merge_methods.base import (
+    BasePolicy,
+    InputContract,
+    MergeMethod,
+    MergeMethodSpec,
+    OptionalTensorPolicy,
+    ParameterScope,
+    ParameterSpec,
+)
 
 from tvb_mergekit.core.settings import (
     GLOBAL_KEYS,
+    METHODS,
     MODEL_KEYS,
     VARYING_KEYS,
     Settings,
@@ -28,9 +39,9 @@ from tvb_mergekit.core.settings import (
     shown,
     unknown_key,
 )
-from tvb_mergekit.errors import UserError, hint
+from tvb_mergekit.errors import MergeRefused, UserError, hint
 from tvb_mergekit.hub import local
-from tvb_mergekit.plugin.text import store_of
+from tvb_mergekit.plugin import store_of
 from tvb_mergekit.store.store import Bases, load
 from tvb_mergekit.tensors.adapter import MERGE_FIRST
 
@@ -309,3 +320,54 @@ def used(bases: Bases, method: str) -> list[int]:
     """The places of the vectors that a merge of all of a store needs."""
     means = method == "basis_negate"  # each reconstruction has the mean
     return [k for k, vector in enumerate(bases.facts.vectors) if means or not vector.mean]
+
+
+class Parameter(ParameterSpec):
+    """A parameter whose complaint names the key, unlike mergekit's own."""
+
+    def validate(self, value: Any) -> Any:
+        return None if value is None else check_value(self.name, value)
+
+
+class BasisMethod(MergeMethod):
+    """One of METHODS. mergekit's planner uses its name and its parameters; see `planner`."""
+
+    def __init__(self, name: str) -> None:
+        # A global key that is not given has no value: `resolve_settings` applies its default.
+        # `_values` reads the keys of models, of which mergekit would compare every two for each
+        # tensor.
+        rows = [(key, None) for key in GLOBAL_KEYS.values()]
+        rows += [(key, key.default_for(name)) for key in VARYING_KEYS.values()]
+        self.spec = MergeMethodSpec(
+            name=name,
+            parameters=tuple(
+                Parameter(key.name, Any, ParameterScope.SHARED, default, key.help)
+                for key, default in rows
+                if name in key.methods
+            ),
+            contract=InputContract(base=BasePolicy.REQUIRED, min_inputs=2, min_non_base=1),
+            pretty_name=METHODS[name].title,
+            reference_url="https://openreview.net/forum?id=zkc7u3mIaE",
+            optional_tensor_policy=OptionalTensorPolicy.BASE_OR_SKIP,
+        )
+
+    def validate_inputs(
+        self, input_ids: Any, base_id: Any = None, *, group_name: Any = None
+    ) -> None:
+        if group_name is None:  # mergekit-pytorch and merge_state_dicts, before they read a tensor
+            self._execute()
+        super().validate_inputs(input_ids, base_id, group_name=group_name)
+
+    def _execute(self, *args: Any, **kwargs: Any) -> NoReturn:
+        # mergekit calls this for single tensors, each of which would get a basis of its own.
+        raise MergeRefused(
+            f"{self.spec.name} needs all tensors of the models at once: use mergekit-yaml, or "
+            "tvb_mergekit.merge for weight files and state dicts"
+        )
+
+
+def register(registry: ModuleType) -> None:
+    """Add the methods to mergekit's registry (again after a reload)."""
+    for name in METHODS:
+        if name not in registry._METHODS:
+            registry.register(BasisMethod(name))

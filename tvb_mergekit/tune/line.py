@@ -24,11 +24,11 @@ from torch import Tensor
 
 from tvb_mergekit.core.basis import check_output
 from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.plugin import parse
 from tvb_mergekit.plugin.document import from_mapping, read_document
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.plugin.planner import planned
 from tvb_mergekit.plugin.run import merge
-from tvb_mergekit.plugin.text import parse
 from tvb_mergekit.tensors.merging import merge_items
 from tvb_mergekit.tensors.output import FolderWriter, check_disk, into, plan_shards
 from tvb_mergekit.tensors.stream import Item
