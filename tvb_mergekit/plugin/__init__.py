@@ -18,7 +18,6 @@ import importlib
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -185,13 +184,13 @@ def _callback(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not (path and os.path.isfile(path)):
         return original(*args, **kwargs)
     with refusing(planning=True):
-        recipe = parse(path)
-        if ours := recipe.uses_our_methods() and ready():
+        _, documents = parse(path)
+        if ours := are_ours(path, documents) and ready():
             gc.set_threshold(50_000)  # else the libraries' million objects are searched again
             check_names(kwargs.get("out_path") or path)
             from tvb_mergekit.plugin.document import check_documents
 
-            check_documents(recipe, several="intermediate_dir" in kwargs)
+            check_documents(path, documents, several="intermediate_dir" in kwargs)
     if not ours:
         return original(*args, **kwargs)
     with refusing(out=str(kwargs.get("out_path"))), unwinding():
@@ -218,51 +217,36 @@ def store_of(model: object) -> tuple[str, str] | None:
     return None
 
 
-@dataclass(frozen=True)
-class RecipeFile:
-    """The YAML documents of a recipe, parsed once.
+def methods_in(documents: Sequence[Any]) -> list[str]:
+    """The merge methods that YAML documents, or the first recipes in them, name."""
+    parts = [d[0] if isinstance(d, list) and d else d for d in documents]
+    methods = [part.get("merge_method") for part in parts if isinstance(part, dict)]
+    return [method for method in methods if isinstance(method, str)]
 
-    Attributes:
-        given: The documents as YAML reads them. The last value of a repeated key counts.
-        repeated: The message about a key that stands twice in one mapping.
-    """
 
-    path: str
-    text: str
-    given: Sequence[Any]
-    repeated: str | None
+def are_ours(path: str, documents: Sequence[Any]) -> bool:
+    """Whether a document asks for one of our methods. Raise UserError if nobody knows a method."""
+    if not any(isinstance(each, dict | list) for each in documents):
+        raise UserError(f"{path}: no recipe, expected a mapping with `merge_method`")
+    named = methods_in(documents)
+    known = importlib.import_module("mergekit.merge_methods.registry")._METHODS
+    if unknown := [name for name in named if name not in known]:
+        from tvb_mergekit.core.settings import METHODS
 
-    def documents(self) -> list[Any]:
-        """The documents. Raise UserError if a mapping has a key twice."""
-        if self.repeated is not None:
-            raise UserError(self.repeated)
-        return list(self.given)
+        for name in (name for name in unknown if name not in METHODS):
+            every = *METHODS, *sorted(known.keys() - METHODS.keys())
+            raise unknown_method(path, name, every)
+    return any(name.startswith(OURS) for name in named)
 
-    def single(self) -> dict[str, Any]:
-        """The one document. Raise UserError for several documents, or another value."""
-        documents = self.documents()
-        if len(documents) != 1 or not isinstance(documents[0], dict):
-            raise UserError(
-                f"{self.path}: expected one recipe, a mapping with `merge_method`; mergekit-multi "
-                "runs several"
-            )
-        return documents[0]
 
-    def uses_our_methods(self) -> bool:
-        """Whether a document asks for one of our methods. Raise UserError if nobody knows it."""
-        if not any(isinstance(each, dict | list) for each in self.given):
-            raise UserError(f"{self.path}: no recipe, expected a mapping with `merge_method`")
-        parts = [d[0] if isinstance(d, list) and d else d for d in self.given]
-        methods = [part.get("merge_method") for part in parts if isinstance(part, dict)]
-        named = [method for method in methods if isinstance(method, str)]
-        known = importlib.import_module("mergekit.merge_methods.registry")._METHODS
-        if unknown := [name for name in named if name not in known]:
-            from tvb_mergekit.core.settings import METHODS
-
-            for name in (name for name in unknown if name not in METHODS):
-                every = *METHODS, *sorted(known.keys() - METHODS.keys())
-                raise unknown_method(self.path, name, every)
-        return any(name.startswith(OURS) for name in named)
+def single(path: str, documents: Sequence[Any]) -> dict[str, Any]:
+    """The one document. Raise UserError for several documents, or another value."""
+    if len(documents) != 1 or not isinstance(documents[0], dict):
+        raise UserError(
+            f"{path}: expected one recipe, a mapping with `merge_method`; mergekit-multi runs "
+            "several"
+        )
+    return documents[0]
 
 
 def unknown_method(path: str, method: object, known: Sequence[str]) -> UserError:
@@ -281,14 +265,18 @@ class _Loader(yaml.SafeLoader):
             if key.tag == "tag:yaml.org,2002:str":
                 if key.value in seen and not self.repeated:
                     line = key.start_mark.line + 1
-                    self.repeated = f", line {line}: `{key.value}` stands here a second time"
+                    self.repeated = f"line {line}: `{key.value}` stands here a second time"
                 seen.add(key.value)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
 
 
-def parse(path: str) -> RecipeFile:
-    """Parse a recipe file. Raise UserError if its text is not YAML."""
+def parse(path: str) -> tuple[str, list[Any]]:
+    """The text of a recipe file, and its YAML documents.
+
+    Raise UserError if the text is not YAML, or if a key stands twice in a mapping and the recipe is
+    ours: for mergekit the last value counts.
+    """
     try:
         text = Path(path).read_bytes().decode("utf-8")
         loader: Any = _Loader(text)
@@ -299,7 +287,9 @@ def parse(path: str) -> RecipeFile:
         raise UserError(f"{path}: not a YAML recipe: {one_line(error)}") from error
     if _count(documents, {}) > MOST:
         raise UserError(f"{path}: its aliases (`*`) repeat each other to over {MOST:,} values")
-    return RecipeFile(path, text, documents, loader.repeated and f"{path}{loader.repeated}")
+    if loader.repeated and any(name.startswith(OURS) for name in methods_in(documents)):
+        raise UserError(f"{path}, {loader.repeated}")
+    return text, documents
 
 
 def _count(value: Any, known: dict[int, float]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,19 +13,19 @@ from mergekit.tokenizer.config import TokenizerConfig
 
 from tvb_mergekit.core.settings import ALL_KEYS, METHODS, MODEL_KEYS, VARYING_KEYS, unknown_key
 from tvb_mergekit.errors import UserError, refusing
-from tvb_mergekit.plugin import RecipeFile, parse, store_of, unknown_method
+from tvb_mergekit.plugin import parse, single, store_of, unknown_method
 from tvb_mergekit.plugin.recipe import Recipe, expand, read_recipe
 from tvb_mergekit.tensors import ranks
 
 
-def check_documents(file: RecipeFile, several: bool) -> None:
+def check_documents(path: str, documents: Sequence[Any], several: bool) -> None:
     """Raise UserError if a document is not a valid recipe, before mergekit works on the first.
 
     Args:
         several: mergekit-multi, which names documents. The recipe of a single one is read later.
     """
     ranks.one_only("mergekit-multi" if several else "mergekit-yaml")
-    for document in file.documents() if several else [file.single()]:
+    for document in documents if several else [single(path, documents)]:
         if isinstance(document, dict) and document.get("merge_method") in METHODS:
             plain = {key: value for key, value in document.items() if key != "name" or not several}
             config = read_strictly(plain)
@@ -86,12 +86,12 @@ class Document:
 
 def read_document(path: str | os.PathLike[str]) -> Document:
     """The recipe in a file. Raise UserError for another method, several documents, or a mistake."""
-    file = parse(str(path))
-    document = file.single()
+    text, documents = parse(str(path))
+    document = single(str(path), documents)
     method = document.get("merge_method")
     if method not in METHODS:
         raise unknown_method(str(path), method, list(METHODS))
-    return from_mapping(document, file.text)
+    return from_mapping(document, text)
 
 
 def from_mapping(document: Mapping[str, Any], text: str | None = None) -> Document:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tvb_mergekit.core.basis import check_output
 from tvb_mergekit.errors import UserError, listed
-from tvb_mergekit.plugin import parse
+from tvb_mergekit.plugin import parse, single
 from tvb_mergekit.plugin.document import from_mapping, read_document
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.plugin.planner import planned
@@ -64,7 +64,7 @@ class Tuning:
 
 def read_tuning(path: str, options: Options) -> Tuning:
     method = read_document(path).recipe.settings.method
-    document, key = parse(path).single(), "alpha" if method == "basis_negate" else "lambda"
+    document, key = single(path, parse(path)[1]), "alpha" if method == "basis_negate" else "lambda"
     if isinstance(given := (document.get("parameters") or {}).get(key), list | dict):
         raise UserError(f"{path}: `{key}` is {given}: tvb tune finds one number, give one")
     return Tuning(document, key, options)
