@@ -520,6 +520,13 @@ def test_slices(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(made.tensors[key.replace("layers.2.", "layers.3.")], tensor)
 
 
+def test_models_of_two_architectures(tmp_path: Path) -> None:
+    base, models = family(tmp_path, llama, TASKS)
+    configure(models[1], architectures=["MistralForCausalLM"])
+    made = merge(recipe("basis_ta", base, models, **SUM), tmp_path / "out", fails=True)
+    assert re.search("of the base's architecture.*--allow-crimes", made.output), made.output
+
+
 def test_one_module_of_three(tmp_path: Path) -> None:
     """The merge would lack the vision tower."""
     base, models = family(tmp_path, GEMMA_3, TASKS[:1], tokenizer=False)
