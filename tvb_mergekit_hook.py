@@ -34,6 +34,7 @@ MODULES = (
     "mergekit.scripts.multimerge",
 )
 LM_EVAL = "lm_eval.models"  # gets the model type `tvb`
+WATCHED = (*MODULES, LM_EVAL)
 
 
 def install() -> None:
@@ -55,12 +56,12 @@ def _env(name: str) -> bool:
 
 
 class TvbMergekitFinder:
-    """Finds modules by the finders after it, and watches the loaders of MODULES."""
+    """Finds modules by the finders after it, and watches the loaders of WATCHED."""
 
     stopped = False
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "ModuleSpec | None":
-        if (name not in MODULES and name != LM_EVAL) or self.stopped:
+        if name not in WATCHED or self.stopped:
             return None
         finders = list(sys.meta_path)
         first = finders.index(self) + 1 if self in finders else 0
@@ -102,7 +103,7 @@ class TvbMergekitFinder:
     def after(self, module: "ModuleType") -> None:
         """Hand the executed module to the plugin."""
         self.stopped = self.stopped or _env("TVB_MERGEKIT_DISABLE")
-        if self.stopped:
+        if self.stopped or module.__name__ not in WATCHED:  # a loader may be of many modules
             return
         try:
             if module.__name__ == LM_EVAL:
