@@ -334,8 +334,7 @@ class BasisMethod(MergeMethod):
 
     def __init__(self, name: str) -> None:
         # A global key that is not given has no value: `resolve_settings` applies its default.
-        # `_values` reads the keys of models, of which mergekit would compare every two for each
-        # tensor.
+        # `_values` reads the keys of models. mergekit would compare any two models for each tensor.
         rows = [(key, None) for key in GLOBAL_KEYS.values()]
         rows += [(key, key.default_for(name)) for key in VARYING_KEYS.values()]
         self.spec = MergeMethodSpec(
