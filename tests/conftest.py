@@ -1,6 +1,5 @@
 """Fixtures shared by the tests: virtual environments with this project installed for real."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -27,23 +26,22 @@ def pytest_configure(config: pytest.Config) -> None:
 class Venv:
     """A virtual environment that sees the packages of this one, but not this project."""
 
-    def __init__(self, folder: Path, packages: Path | None):
+    def __init__(self, folder: Path, packages: Path):
         self.folder = folder
         venv.create(folder, with_pip=False, symlinks=os.name != "nt")
         scripts = folder / ("Scripts" if os.name == "nt" else "bin")
         self.python = scripts / ("python.exe" if os.name == "nt" else "python")
         lib = folder / "Lib" if os.name == "nt" else next((folder / "lib").glob("python*"))
         self.site = lib / "site-packages"
-        if packages is not None:
-            # A folder named in a .pth file joins sys.path, but its own .pth files are not read.
-            (self.site / "packages.pth").write_text(f"{packages}\n")
+        # A folder named in a .pth file joins sys.path, but its own .pth files are not read.
+        (self.site / "packages.pth").write_text(f"{packages}\n")
 
-    def run(self, *args: str | Path, env: dict[str, str] | None = None, check: bool = True):
+    def run(self, *args: str | Path, check: bool = True):
         """Run the environment's Python, far from the source tree and this process's settings."""
         clean = {
             k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST_", "TVB_"))
         }
-        clean |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | (env or {})
+        clean |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         return self._call([self.python, *args], clean, check)
 
     def pip(self, *args: str | Path):
@@ -54,20 +52,10 @@ class Venv:
         return self._call(command, env, True)
 
     def _call(self, command, env, check):
-        result = subprocess.run(
-            [str(part) for part in command],
-            env=env,
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        if check and result.returncode:
-            pytest.fail(
-                f"{command} exited with {result.returncode}\n{result.stdout}\n{result.stderr}"
-            )
-        return result
+        words, how = [str(part) for part in command], {"capture_output": True, "text": True}
+        done = subprocess.run(words, env=env, cwd=self.folder, stdin=subprocess.DEVNULL, **how)
+        assert not check or done.returncode == 0, (words, done.stdout, done.stderr)
+        return done
 
     def files(self) -> set[Path]:
         return {p for p in self.site.rglob("*") if p.is_file() or p.is_symlink()}
@@ -89,19 +77,6 @@ def other_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project's wheel, built once."""
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", folder, ROOT]
-    if importlib.util.find_spec("hatchling") is not None:
-        command.append("--no-build-isolation")
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (built,) = folder.glob("tvb_mergekit-*.whl")
-    return built
-
-
-@pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """base, a, b, c: read only."""
     folder = tmp_path_factory.mktemp("models")
@@ -116,10 +91,5 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Models]:
 
 
 @pytest.fixture
-def make_venv(tmp_path: Path, other_packages: Path) -> Callable[..., Venv]:
-    """Make `Venv`s; `packages=False` leaves them empty."""
-
-    def make(name: str = "venv", packages: bool = True) -> Venv:
-        return Venv(tmp_path / name, other_packages if packages else None)
-
-    return make
+def environment(tmp_path: Path, other_packages: Path) -> Venv:
+    return Venv(tmp_path / "venv", other_packages)

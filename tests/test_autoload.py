@@ -1,8 +1,7 @@
 """The stock mergekit knows our methods as soon as the package is installed, and only as long.
 
-Installations are real, in environments that see this one's packages. A mergekit of a few lines,
-which is imported in no time, tests the hook in odd situations. Other versions of mergekit are
-patched names.
+Installations are real, in environments that see this one's packages. Other versions of mergekit
+are patched names.
 """
 
 import importlib
@@ -11,10 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
-import zipfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import mergekit.merge_methods.registry as registry
@@ -50,10 +45,10 @@ main(["recipe.yml", "merged"])
 MISSPELT = "{merge_method: basis_ta, base_model: b, models: [model: m], parameters: {lamda: 1}}"
 
 
-def test_install_and_uninstall(make_venv, wheel):
-    venv = make_venv()
+def test_install_and_uninstall(environment):
+    venv = environment
     before = venv.files()
-    venv.pip("install", "--no-deps", "--no-compile", wheel)
+    venv.pip("install", "--no-deps", "--no-compile", "--no-build-isolation", ROOT)
     assert all((venv.site / name).is_file() for name in HOOK_FILES)
     (venv.folder / "recipe.yml").write_text(MISSPELT)
     result = venv.run("-c", CHECK, check=False)
@@ -64,140 +59,13 @@ def test_install_and_uninstall(make_venv, wheel):
     (venv.folder / "recipe.yml").write_text(MISSPELT.replace("parameters: {lamda: 1}", "dtipe: a"))
     result = venv.run("-m", "mergekit.scripts.run_yaml", "recipe.yml", "merged", check=False)
     assert re.search("^Error: .*`dtipe`.*\n$", result.stderr, re.M), result.stderr
+    shutil.rmtree(venv.site / "tvb_mergekit" / "plugin")  # half uninstalled
+    told = venv.run("-c", "from mergekit.merge_methods import get").stderr
+    assert re.fullmatch(r"tvb-mergekit: basis_ta.*No module named 'tvb_mergekit.*\n", told), told
+    (venv.site / "tvb_mergekit_hook.py").write_text("this is not Python")
+    assert (done := venv.run("-c", "print('done')")).stdout == "done\n" and not done.stderr
     venv.pip("uninstall", "-y", "tvb-mergekit")
     assert venv.files() == before
-
-
-# The hook, a mergekit of few lines
-
-MERGEKIT = {
-    "mergekit/__init__.py": "",
-    "mergekit/merge_methods/__init__.py": "from mergekit.merge_methods.registry import get\n",
-    "mergekit/merge_methods/registry.py": "METHODS = {}\ndef get(name): return METHODS[name]\n",
-    "mergekit/merge.py": """
-        from mergekit import merge_methods
-        class MergePlanner: pass
-        """,
-    "mergekit/scripts/__init__.py": "",
-    "mergekit/scripts/run_yaml.py": """
-        from mergekit.merge import MergePlanner
-        if __name__ == "__main__":
-            from mergekit.merge_methods import get
-            print(get("basis_ta"))
-        """,
-    "mergekit/scripts/multimerge.py": "from mergekit.merge import MergePlanner\n",
-}
-PLUGIN = """
-    CALLS = []
-    def on_import(module):
-        CALLS.append(module.__name__)
-        if module.__name__ == "mergekit.merge_methods.registry":
-            assert "basis_ta" not in module.METHODS
-            module.METHODS["basis_ta"] = "a method"
-        if module.__name__ == "mergekit.merge":
-            class Patched(module.MergePlanner): pass
-            module.MergePlanner = Patched
-    """
-GET = "from mergekit.merge_methods import get; print(get('basis_ta'))"
-ALL = "import mergekit.scripts.run_yaml, mergekit.scripts.multimerge"
-WORKERS = """
-import multiprocessing
-
-def work(_):
-    from mergekit.merge_methods import get
-    return get("basis_ta")
-
-if __name__ == "__main__":
-    for method in ("spawn", "forkserver", "fork"):
-        with multiprocessing.get_context(method).Pool(1) as pool:
-            print(*pool.map(work, [0]))
-"""
-# As with `pip install --target`: also after mergekit was imported, and then in order.
-EXPLICIT = """
-import pathlib, sys
-sys.path += map(str, pathlib.Path(__file__).parent.glob("**/site-packages"))
-import mergekit.merge
-assert "tvb_mergekit_hook" not in sys.modules
-import tvb_mergekit_hook
-tvb_mergekit_hook.install()
-from tvb_mergekit.plugin import CALLS
-assert CALLS == list(tvb_mergekit_hook.MODULES[:3]), CALLS
-from mergekit.merge_methods import get
-assert get("basis_ta")
-import mergekit.scripts.run_yaml
-assert CALLS == list(tvb_mergekit_hook.MODULES[:4]), CALLS
-"""
-UNTOUCHED = "import sys, mergekit.merge_methods as m; assert m.registry.METHODS == {}; "
-UNTOUCHED += "assert 'tvb_mergekit' not in sys.modules"
-
-
-def write_files(root: Path, files: Mapping[str, str]) -> None:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(textwrap.dedent(text))
-
-
-def half_uninstalled(site: Path) -> None:
-    shutil.rmtree(site / "tvb_mergekit")
-    write_files(site / "tvb_mergekit", {"__init__.py": ""})
-
-
-def with_plugin(text: str) -> Callable[[Path], None]:
-    return lambda site: write_files(site, {"tvb_mergekit/plugin/__init__.py": text})
-
-
-def damaged(site: Path) -> None:
-    (site / "tvb_mergekit_hook.py").write_text("this is not Python")
-
-
-@dataclass(frozen=True)
-class Script:
-    """What Python runs in a changed environment, what it prints, and a pattern of its errors."""
-
-    text: str = GET
-    out: str = "a method\n"
-    err: str = ""
-    flags: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    change: Callable[[Path], object] = lambda site: None
-
-
-BROKEN = r"[^\n]*ValueError: a b [^\n]*TVB_MERGEKIT_DEBUG=1[^\n]*\n"
-NOT_THERE = r"tvb-mergekit: basis_ta[^\n]*No module named 'tvb_mergekit[^\n]*\n"
-RAISE = "raise ValueError('a\\nb')"
-FAILING = with_plugin(f"def on_import(module):\n  if module.__name__ == 'mergekit.merge': {RAISE}")
-SCRIPTS = {
-    "workers": Script(WORKERS, "a method\n" * 3),
-    "explicit": Script(EXPLICIT, "", flags=("-S",)),
-    "off": Script(UNTOUCHED, "", env={"TVB_MERGEKIT_DISABLE": "1"}),
-    "half uninstalled": Script(ALL, "", NOT_THERE, change=half_uninstalled),
-    "a damaged hook": Script(f"{ALL}; print('done')", "done\n", change=damaged),
-    "plugin fails, in detail": Script(
-        ALL, "", f"{BROKEN}Traceback(?!.*Traceback).*", (), {"TVB_MERGEKIT_DEBUG": "1"}, FAILING
-    ),
-}
-
-
-@pytest.fixture
-def few_lines(make_venv, wheel):
-    """Our wheel, with a plugin of a few lines, beside a mergekit of a few lines."""
-    venv = make_venv(packages=False)
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(venv.site)
-    shutil.rmtree(venv.site / "tvb_mergekit" / "plugin")
-    write_files(venv.site, {"tvb_mergekit/plugin/__init__.py": PLUGIN, **MERGEKIT})
-    return venv
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts(name, few_lines):
-    script = SCRIPTS[name]
-    script.change(few_lines.site)
-    (few_lines.folder / "script.py").write_text(script.text)
-    result = few_lines.run(*script.flags, "script.py", env=dict(script.env))
-    assert result.stdout == script.out
-    assert re.fullmatch(script.err, result.stderr, re.S), result.stderr
 
 
 # mergekit as it may become: names that change
@@ -210,6 +78,38 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> hook.TvbMergekitFinder:
     monkeypatch.setattr(registry, "_METHODS", theirs)
     monkeypatch.setattr(hook, "FINDER", finder := hook.TvbMergekitFinder())
     return finder
+
+
+@pytest.mark.parametrize("debug", ["", "1"])
+def test_a_plugin_that_fails_is_one_line(debug, fresh, monkeypatch, capsys):
+    """Written once; mergekit goes on without us."""
+    monkeypatch.setenv("TVB_MERGEKIT_DEBUG", debug)
+    monkeypatch.setattr(names, "on_import", lambda module: int("a\nb"))
+    for module in hook.MODULES:
+        fresh.after(importlib.import_module(module))
+    line, *traceback = capsys.readouterr().err.splitlines()
+    assert re.match("tvb-mergekit: basis_ta.*ValueError: .*TVB_MERGEKIT_DEBUG=1", line)
+    assert fresh.stopped and bool(traceback) == bool(debug)
+
+
+def test_a_call_of_install_catches_up(fresh, monkeypatch):
+    """As after `pip install --target`: what was imported before, in order, and what comes later."""
+    seen, scripts = [], importlib.import_module("mergekit.scripts")
+    monkeypatch.setattr(names, "on_import", lambda module: seen.append(module.__name__))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    for module in hook.MODULES:
+        importlib.import_module(module)
+    monkeypatch.setenv("TVB_MERGEKIT_DISABLE", "1")
+    hook.install()
+    assert not seen and fresh not in sys.meta_path
+    monkeypatch.delenv("TVB_MERGEKIT_DISABLE")
+    hook.install()
+    hook.install()
+    assert seen == [*hook.MODULES] and sys.meta_path.count(fresh) == 1
+    monkeypatch.setattr(scripts, "multimerge", scripts.multimerge)  # as it was, afterwards
+    monkeypatch.delitem(sys.modules, hook.MODULES[-1])
+    importlib.import_module(hook.MODULES[-1])
+    assert seen == [*hook.MODULES, hook.MODULES[-1]]
 
 
 @pytest.mark.parametrize("place", ["", *names.NAMES, "merge:run_merge"])

@@ -11,7 +11,7 @@ from typing import Any
 import processes
 import pytest
 import torch
-from commands import assert_close, contents, merge, recipe, tvb, write
+from commands import contents, merge, recipe, tvb, write
 from tiny import family, llama, load
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,22 +80,17 @@ def test_names_of_tasks_that_mergekit_would_split(tiny_models: Path, tmp_path: P
     made = merge(over, tmp_path / "out")
     assert made.facts["tasks"] == names
     tvb("export", store, tmp_path / "all", "--all", "--quiet")
-    for name, model in zip(names, models, strict=True):
-        keys = {"basis": "none", "forget": name, "alpha": 1}
-        minus = recipe("basis_negate", tiny_models / "base", [store], **keys)
-        forgotten = merge(minus, tmp_path / name.replace("/", ""))
+    for name, model in zip(names, models, strict=True):  # forgetting c++: test_cli.py
         (folder,) = (tmp_path / "all").glob(re.sub(r"\W", "?", name))
-        start, tuned, back = load(tiny_models / "base"), load(model), load(folder)
-        assert all(torch.allclose(back[n], tensor, atol=1e-6) for n, tensor in tuned.items())
-        want = {n: 2 * tensor.double() - tuned[n].double() for n, tensor in start.items()}
-        assert_close(forgotten.tensors, want, start)
+        back = load(folder)
+        assert all(torch.allclose(back[n], tensor, atol=1e-6) for n, tensor in load(model).items())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["editable", "sdist"])
-def test_other_installations(kind: str, make_venv: Any, tmp_path: Path) -> None:
+def test_other_installations(kind: str, environment: Any, tmp_path: Path) -> None:
     """Of the source tree, and of its archive (of a wheel: test_autoload.py)."""
-    venv, what = make_venv(), ["-e", str(ROOT)]
+    venv, what = environment, ["-e", str(ROOT)]
     if kind == "sdist":
         words = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path / "made"]
         subprocess.run(words, cwd=ROOT, check=True)
