@@ -61,6 +61,7 @@ def test_mistakes_are_user_errors(world: World, tmp_path: Path) -> None:
         "has shape": lambda: tvb.build(base, short),
         "`basis` was set when": lambda: tvb.merge(bases, base, basis="ae"),
         "belongs to the base": lambda: tvb.merge(bases, other),
+        "`matrices` is 'zzz'": lambda: tvb.merge(bases, base, "basis_iso", matrices="zzz"),
         "and the weights of": lambda: tvb.reconstruct(bases, other, "math"),
         "nothing to undo": lambda: tvb.undo(store),
         "is a vector of a store": lambda: tvb.build(base, {"x": vector}),

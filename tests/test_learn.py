@@ -434,7 +434,7 @@ def test_a_loss_that_is_not_finite_keeps_the_last_good(case: Case, tmp_path: Pat
 # WEMoE: routed models against dense ones that merge the weights of each sequence
 
 
-WINDOWED = worlds.decoder("Mistral", sliding_window=3)  # attention sees the last three tokens
+WINDOWED = worlds.of("Mistral", sliding_window=3)  # attention sees the last three tokens
 PROMPTS = ([3, 1, 4, 1, 5, 9], [2, 7, 1], [8, 2, 8, 1, 8])
 
 

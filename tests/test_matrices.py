@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import tvb_mergekit
 from tvb_mergekit.core.matrices import NULL, rounding_noise
 from tvb_mergekit.core.methods.iso import isotropic
 from tvb_mergekit.core.methods.tsvm import singular_vectors
@@ -192,3 +193,61 @@ def test_a_zero_matrix_does_not_interfere() -> None:
         bases = torch.cat([noise(*shape), torch.zeros(1, *shape[1:])])
         assert off(least(bases), least(bases[:-1])) < 1e-6
         assert interference(bases[0], bases) == interference(bases[0], bases[:-1])
+
+
+# Merges by the library
+
+
+def test_a_model_and_its_transpose_give_one_merge() -> None:
+    """WUDI looks at the inputs of a matrix: its columns, or the rows if the recipe says so."""
+    start = {"experts.w": noise(3, 12, 8), "wide": noise(5, 11)}
+    found = [
+        start,
+        *({n: t + 0.1 * noise(*t.shape, seed=k) for n, t in start.items()} for k in (1, 2)),
+    ]
+    other = [{name: t.mT.contiguous() for name, t in state.items()} for state in found]
+    merges = []
+    for state, more in ((found, {}), (other, {"transposed": "."}), (other, {})):
+        bases = tvb_mergekit.build(state[0], dict(zip("ab", state[1:], strict=True)), basis="none")
+        merges.append(tvb_mergekit.merge(bases, state[0], "basis_wudi", flow_time=30, **more))
+    for name in start:
+        assert torch.allclose(merges[1][name].mT, merges[0][name], atol=1e-6)
+        assert not torch.allclose(merges[2][name].mT, merges[0][name], atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [1e-1, 3e-3])
+@pytest.mark.parametrize("method", ["basis_iso", "basis_tsvm", "basis_wudi", "exact"])
+def test_short_updates_of_low_rank(method: str, size: float, dtype: torch.dtype) -> None:
+    """Adapters fused in float32, whose length is `size` times the base's, over stores."""
+    torch.manual_seed(0)
+    base = {"w": 0.02 * torch.randn(128, 160)}
+    updates = torch.randn(4, 128, 4, dtype=torch.float64) @ torch.randn(4, 4, 160).double()
+    updates *= size * base["w"].norm() / updates.norm(dim=(1, 2), keepdim=True)
+    models = {t: {"w": (base["w"] + u).float()} for t, u in zip("abcd", updates, strict=True)}
+    bases = tvb_mergekit.build(base, models, basis="balanced", num_bases=2, dtype=dtype)
+    exact = torch.einsum("tij,tm->mij", updates, bases.encoder).numpy()
+    keys: dict[str, Any] = {"flow_time": "exact"} if method == "exact" else {}
+    method = "basis_wudi" if keys else method
+    merged = tvb_mergekit.merge(bases, base, method, lambda_=1.0, dtype=torch.float64, **keys)["w"]
+    want = torch.from_numpy(reference.OF_MATRICES[method](exact, **keys))
+    assert (merged - base["w"] - want).norm() < 0.05 * want.norm()
+
+
+def test_a_merge_that_explodes_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """WUDI over bases of few directions; stopped early it stays near their sum."""
+    torch.manual_seed(0)
+
+    def decaying() -> Tensor:
+        left, right = (torch.linalg.qr(torch.randn(size, 24))[0] for size in (24, 64))
+        return (left * torch.logspace(0, -5, 24)) @ right.T
+
+    base, shared = {"w": torch.zeros(24, 64), "v": torch.zeros(3)}, decaying()
+    models = {task: {"w": shared + decaying(), "v": torch.ones(3)} for task in "ab"}
+    bases = tvb_mergekit.build(base, models, basis="none")
+    total = sum(model["w"] for model in models.values())
+    for time, said in (("exact", ["w"]), (300, [])):
+        caplog.clear()
+        merged = tvb_mergekit.merge(bases, base, "basis_wudi", flow_time=time)["w"]
+        assert (merged.norm() > 10 * total.norm()) == bool(said)
+        assert [r.args[1] for r in caplog.records if "`flow_time`" in r.msg] == said  # type: ignore[index]

@@ -234,22 +234,35 @@ def loaded(loader: str, result: Result) -> Tensors:
     return state
 
 
-@pytest.mark.parametrize("ending", ["ckpt", "bin"])
-def test_the_library_reads_files_and_leaves_states_alone(ending: str, tmp_path: Path) -> None:
-    """Of a training script: pickled and nested, tied, channels last; no memory is shared."""
-    models = state_dicts(tmp_path, ending, twice=True)
+EXACT = {**NONE, "flow_time": "exact"}
+IN_MEMORY = [("ckpt", NEGATE, {**PCA, **FORGET}), ("bin", ISO, NONE)]
+IN_MEMORY += [
+    ("safetensors", TSVM, NONE),
+    ("bin", WUDI, EXACT),
+    ("bin", WUDI, {**EXACT, "matrices": "."}),
+]
+
+
+@pytest.mark.parametrize(("ending", "method", "keys"), IN_MEMORY)
+def test_the_library_reads_files_and_leaves_states_alone(ending, method, keys, tmp_path):
+    """Of a training script: pickled and nested, tied, channels last, of any shape; no memory is
+    shared."""
+    models = state_dicts(tmp_path, ending, twice=ending != "safetensors")
     before, (base, *states) = copy.deepcopy(models.states), map(dict, models.states)
     listed = dict(zip(models.tasks, states, strict=True))
-    keys, weights = {**PCA, "exclude": "kernel"}, {"math": -1.5, "code": 1.0, "safety": 1.0}
-    case = Case("", NEGATE, {**keys, **FORGET}, own={0: {"weight": -1.5}})
-    dense = dense_of(case, models)
-    want = expect(dense, NEGATE, case.keys, {}, models.tasks).tensors
+    case = Case("", method, {**keys, "exclude": "kernel"}, own={0: {"weight": -1.5}})
+    want = expect(dense_of(case, models), method, case.keys, {}, models.tasks).tensors
+    of_build = {
+        key: case.keys[key] for key in ("basis", "num_bases", "exclude") if key in case.keys
+    }
+    of_merge = {key: value for key, value in keys.items() if key not in of_build}
+    weights = {"math": -1.5, "code": 1.0, "safety": 1.0}
     for start, given in ((base, listed), (models.base, models.models)):
-        bases = tvb_mergekit.build(start, given, weights=weights, **keys)
+        bases = tvb_mergekit.build(start, given, weights=weights, **of_build)
         assert bases.facts.left_out["ids"] == "not floating point in the base (int64)"
         assert bases.facts.left_out["kernel"] == "excluded by the recipe"
-        merged = tvb_mergekit.merge(bases, start, NEGATE, **FORGET)
-        assert_close(merged, want, base)
+        merged = tvb_mergekit.merge(bases, start, method, **of_merge)
+        assert_close(merged, want, base, strict=1e-5 if method == WUDI else 2e-6)
         assert all(merged[n].dtype == t.dtype for n, t in base.items())
         used = {t.data_ptr() for state in (base, *states) for t in state.values()} - {0}
         assert not used & {tensor.data_ptr() for tensor in merged.values()}
@@ -289,13 +302,12 @@ def test_slices_may_repeat_drop_and_reorder_layers(method, order, tmp_path):
         for name in [name for name in found if here in name]:
             assert torch.equal(found[name], found[name.replace(here, there)]), name
     want = expect(dense, method, PCA, result.basis, THREE)
-    for name in names:
-        moved, layer = name, re.search(r"\.layers\.(\d)\.", name)
-        if layer:
-            moved = name.replace(layer[0], f".layers.{order.index(int(layer[1]))}.")
-        skip = want.boundary and {name: want.boundary[name]}
-        tensors = {name: found[moved]}
-        assert_close(tensors, {name: want.tensors[name]}, dense.base, skip, strict=1e-5)
+
+    def first_place(name: str) -> str:
+        return re.sub(r"(?<=layers\.)\d", lambda layer: str(order.index(int(layer[0]))), name)
+
+    unrolled = {name: found[first_place(name)] for name in names}
+    assert_close(unrolled, want.tensors, dense.base, want.boundary, strict=1e-5)
 
 
 # dtypes: what is cast is the output, once, never the inputs

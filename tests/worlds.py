@@ -86,12 +86,7 @@ class Models:
 
 
 def hub(
-    make: Make,
-    folder: Path,
-    *,
-    loader: str = CAUSAL,
-    tasks: Sequence[str] = THREE,
-    **options: Any,
+    make: Make, folder: Path, *, loader: str = CAUSAL, tasks: Sequence[str] = THREE, **options: Any
 ) -> Models:
     tokenizer = loader in (CAUSAL, CLASSIFIER)
     base, models = family(folder, make, tasks, tokenizer=tokenizer, **options)
@@ -108,30 +103,48 @@ def converted(make: Make, folder: Path) -> Models:
     return made
 
 
-def decoder(name: str, **changes: Any) -> Make:
-    config = getattr(transformers, f"{name}Config")
-    return lambda: getattr(transformers, f"{name}ForCausalLM")(config(**{**DECODER, **changes}))
+# Small models: of these sizes each configuration gets those that it has
+
+LAYERS = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
+SMALL = {
+    **{f"{half}_{key}": n for half in ("encoder", "decoder") for key, n in LAYERS.items()},
+    **dict.fromkeys(["hidden_size", "d_model", "out_hidden_size"], 32),
+    **dict.fromkeys(["intermediate_size", "d_ff", "shared_intermediate_size"], 64),
+    **dict.fromkeys(["num_hidden_layers", "num_layers", "depth", "num_key_value_heads"], 2),
+    **dict.fromkeys(["num_attention_heads", "num_heads", "num_conv_pos_embedding_groups"], 4),
+    **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 4),
+    **dict.fromkeys(["head_dim", "d_kv", "mamba_d_head", "mamba_n_heads", "num_mel_bins"], 8),
+    **dict.fromkeys(["linear_key_head_dim", "linear_value_head_dim", "q_lora_rank"], 8),
+    **dict.fromkeys(["kv_lora_rank", "v_head_dim", "qk_nope_head_dim", "patch_size"], 8),
+    **dict.fromkeys(["moe_intermediate_size", "mamba_d_state", "projection_dim", "image_size"], 16),
+    **dict.fromkeys(["eos_token_id", "sep_token_id", "decoder_start_token_id", "topk_group"], 1),
+    **dict.fromkeys(["bos_token_id", "cls_token_id", "num_experts_per_tok", "n_group"], 2),
+    "vocab_size": 96, "max_position_embeddings": 64, "max_source_positions": 32, "pad_token_id": 0,
+    "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "qk_rope_head_dim": 4, "first_k_dense_replace": 1, "conv_dim": (16, 16), "conv_stride": (5, 2),
+    "conv_kernel": (10, 3), "num_conv_pos_embeddings": 8, "temporal_patch_size": 1,
+}  # fmt: skip
 
 
-def encoder(name: str) -> Make:
-    sizes = {key: value for key, value in DECODER.items() if "key_value" not in key}
-    config = getattr(transformers, f"{name}Config")(**sizes, num_labels=3)
-    return lambda: getattr(transformers, f"{name}ForSequenceClassification")(config)
+def configuration(kind: Any, more: Mapping[str, Any]) -> Any:
+    parts = {
+        key: part for key, part in kind.sub_configs.items() if part is not transformers.AutoConfig
+    }
+    made = {key: configuration(part, more.get(key, {})) for key, part in parts.items()}
+    sizes = {key: size for key, size in SMALL.items() if key in kind.__dataclass_fields__}
+    return kind(**{**sizes, **more, **made})
 
 
+def of(name: str, head: str = "ForCausalLM", **more: Any) -> Make:
+    config = configuration(getattr(transformers, f"{name}Config"), more)
+    return lambda: getattr(transformers, name + head)(config)
+
+
+CLASSIFYING = of("Bert", "ForSequenceClassification", num_labels=3)
 VISION = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "image_size": 16, "patch_size": 8,
 }  # fmt: skip
-
-
-def clip() -> nn.Module:
-    config = transformers.CLIPVisionConfig(**VISION, projection_dim=24)
-    return transformers.CLIPVisionModelWithProjection(config)
-
-
-def vit() -> nn.Module:
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**VISION, num_labels=3))
 
 
 def llava() -> nn.Module:
@@ -284,7 +297,7 @@ def configure(model: Path, **changes: Any) -> None:
 # State dicts, one file each
 
 SIZES = {"embed": (50, 16), "layer": (16, 300), "bias": (7,), "empty": (0, 4), "kernel": (4, 3, 2)}
-SIZES |= {"conv": (6, 5, 3, 3)}
+SIZES |= {"conv": (6, 5, 3, 3), "experts": (3, 12, 8), "column": (9, 1), "one": (1, 1)}
 MIXED = (torch.bfloat16, torch.float32, torch.float16)
 
 
@@ -329,18 +342,15 @@ def state_dicts(
 
 
 ARCHITECTURES: dict[str, Callable[[Path], Models]] = {
-    "qwen2 tied": partial(hub, decoder("Qwen2", tie_word_embeddings=True)),
-    "qwen3": partial(hub, decoder("Qwen3", head_dim=8)),
-    "gemma": partial(hub, decoder("Gemma", tie_word_embeddings=True, head_dim=8)),
-    "bert": partial(hub, encoder("Bert"), loader=CLASSIFIER),
-    "clip": partial(hub, clip, loader="CLIPVisionModelWithProjection"),
-    "mixtral": partial(converted, decoder("Mixtral", num_local_experts=4)),
-    "qwen3 moe": partial(
-        converted,
-        decoder(
-            "Qwen3Moe", num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2, head_dim=8
-        ),
+    "qwen2 tied": partial(hub, of("Qwen2", tie_word_embeddings=True)),
+    "qwen3": partial(hub, of("Qwen3")),
+    "gemma": partial(hub, of("Gemma", tie_word_embeddings=True)),
+    "bert": partial(hub, CLASSIFYING, loader=CLASSIFIER),
+    "clip": partial(
+        hub, of("CLIPVision", "ModelWithProjection"), loader="CLIPVisionModelWithProjection"
     ),
+    "mixtral": partial(converted, of("Mixtral")),
+    "qwen3 moe": partial(converted, of("Qwen3Moe")),
 }
 FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
     "llama": partial(hub, llama, tasks=TASKS),
@@ -360,7 +370,7 @@ FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
     "tied, aliased": partial(tied, aliased=True),
     "one untied": one_untied,
     "two more tokens": two_more_tokens,
-    "encoder of more tokens": partial(two_more_tokens, make=encoder("Bert"), loader=CLASSIFIER),
+    "encoder of more tokens": partial(two_more_tokens, make=CLASSIFYING, loader=CLASSIFIER),
     "other order": other_order,
     "adapters": adapters,
     "mixed adapters": partial(adapters, configs=ADAPTERS),
