@@ -84,25 +84,21 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
 
 
 def main(words: list[str]) -> int:
-    chosen = [
-        (tests, *mutation)
-        for tests, mutations in MUTATIONS.items()
-        for mutation in mutations
-        if not words or any(word in " ".join(mutation) for word in words)
-    ]
     missed = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         shutil.copytree(ROOT / "tvb_mergekit", copy / "tvb_mergekit")
         shutil.copy2(ROOT / "tvb_mergekit_hook.py", copy)
-        for tests, file, old, new in chosen:
-            noticed = fails(copy, tests, copy / "tvb_mergekit/core" / file, old, new)
-            missed += not noticed
-            print(
-                f"{'caught' if noticed else 'NOT CAUGHT':<12}{file:<26}{old} -> {new}", flush=True
-            )
-    print(f"{len(chosen) - missed} of {len(chosen)} caught")
-    return 1 if missed else 0
+        for tests, mutations in MUTATIONS.items():
+            for file, old, new in mutations:
+                if words and not any(word in f"{file} {old} {new}" for word in words):
+                    continue
+                noticed = fails(copy, tests, copy / "tvb_mergekit/core" / file, old, new)
+                missed += not noticed
+                told = "caught" if noticed else "NOT CAUGHT"
+                print(f"{told:<12}{file:<26}{old} -> {new}", flush=True)
+    print(f"{missed} not caught")
+    return min(missed, 1)
 
 
 def fails(copy: Path, tests: str, path: Path, old: str, new: str) -> bool:
@@ -113,10 +109,9 @@ def fails(copy: Path, tests: str, path: Path, old: str, new: str) -> bool:
     text = path.read_text()
     path.write_text(text.replace(old, new))
     words = [sys.executable, "-m", "pytest", *options, *names]
-    done = subprocess.run(words, cwd=copy, env=os.environ | env, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=copy, env=os.environ | env, stdout=subprocess.DEVNULL)
     path.write_text(text)
-    if done.returncode not in (0, 1):
-        sys.exit(f"{path.name}: the tests do not run: {done.stdout[-1000:]}")
+    assert done.returncode in (0, 1), f"{path.name}: the tests do not run"
     return done.returncode == 1
 
 

@@ -270,7 +270,7 @@ ROUNDING = {"float32": (1e-6, 0.0), "bfloat16": (2.0**-8, 0.0), "float16": (2.0*
     [*((kind, "float32") for kind in KINDS), ("pca", "bfloat16"), ("ae", "float16")],
 )
 def test_bases_are_those_of_the_dense_reference(kind, dtype, world, tmp_path):
-    """Encoder, decoder, vectors with the mean, errors and loss."""
+    """Encoder, decoder and vectors with the mean; errors and loss: test_inspect.py."""
     made, keys = world("mixed dtypes"), KINDS[kind]
     bases = made.build(tmp_path / "store", "--dtype", dtype, **keys)
     state = {n: t.double() for n, t in made.states[0].items()}
@@ -291,13 +291,6 @@ def test_bases_are_those_of_the_dense_reference(kind, dtype, world, tmp_path):
     assert np.linalg.norm(found - columns) <= (relative + 1e-6) * np.linalg.norm(columns)
     bound = (relative + 1e-6) * np.abs(columns) + least + 2e-7 * np.abs(columns).max()
     assert (np.abs(found - columns) <= bound).all()
-    rebuilt = found @ bases.reconstruction(bases.tasks).numpy()
-    norms, lost = (np.linalg.norm(each, axis=0) for each in (dense.tau, rebuilt - dense.tau))
-    width = 0.05 if dtype != "float32" else 5e-3  # an error near 0 is the root of a rounded square
-    np.testing.assert_allclose([facts.errors[t] for t in facts.tasks], lost / norms, atol=width)
-    if dtype == "float32":
-        rounding = 1e-9 * np.trace(dense.gram)
-        assert facts.loss == pytest.approx(float(lost @ lost), rel=1e-4, abs=rounding)
 
 
 # Models whose files need care

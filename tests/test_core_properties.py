@@ -1,8 +1,6 @@
 """The Gram pass and Trim on arbitrary tensors, against dense float64."""
 
-from collections.abc import Callable
 from functools import partial
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,7 +20,6 @@ from tvb_mergekit.core.methods.ties import (
 )
 from tvb_mergekit.core.settings import resolve_settings
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.tensors import passes
 from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.stream import Item, Part
 
@@ -59,22 +56,12 @@ class Models:
         self.dense = Dense(self.base, self.models, list(self.base), self.weights)
         assume((self.dense.tau != 0).any(axis=0).all())  # else refused
 
-    def listed(self, name: str) -> list[Tensor]:
-        return [model[name] for model in self.models]
-
-    def items(self, part: Callable[[Tensor], Part] = Part.in_memory) -> list[Item]:
-        """In memory, or with `read_part` as if they were read."""
+    def items(self) -> list[Item]:
+        part = Part.in_memory
         return [
-            Item(n, tuple(base.shape), part(base), tuple(map(part, self.listed(n))))
+            Item(n, tuple(base.shape), part(base), tuple(part(model[n]) for model in self.models))
             for n, base in self.base.items()
         ]
-
-
-def read_part(tensor: Tensor) -> Part:
-    def read(start: int, stop: int, room: Tensor) -> Tensor:
-        return room[: stop - start].copy_(tensor.reshape(-1)[start:stop])
-
-    return Part(tensor.dtype, read)
 
 
 # The Gram pass
@@ -91,21 +78,6 @@ def test_the_sums_equal_the_dense_products(data: st.DataObject) -> None:
     assert torch.equal(sums.gram, sums.gram.T)
     assert sums.num_parameters == len(tau)
     assert sums.base_norm_squared == pytest.approx(made.dense.theta @ made.dense.theta, rel=1e-5)
-
-
-@few
-@given(st.data())
-def test_the_sums_do_not_depend_on_how_they_are_shared(data):
-    """To the bit, in pieces that several threads read."""
-    made, before = Models(data), torch.get_num_threads()
-    found = []
-    with mock.patch.object(passes, "PIECE", 1), mock.patch.object(passes, "SHORTEST", 64):
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            part = Part.in_memory if threads == 1 else read_part
-            found.append(gram_pass(made.items(part), made.tasks).gram)
-    torch.set_num_threads(before)
-    assert torch.equal(*found)
 
 
 def test_what_the_gram_matrix_says_of_the_models() -> None:

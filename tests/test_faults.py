@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import commands
 import numpy as np
 import pytest
 import torch
@@ -51,22 +52,15 @@ class Case:
 
 def recipe(
     parameters: Mapping[str, Any] | None = None,
-    *,
     method: str = "basis_ta",
-    models: Sequence[Any] = ("./a", "./b", "./c"),
-    first: Mapping[str, Any] | None = None,
+    models: Sequence[str] = ("./a", "./b", "./c"),
+    own: Mapping[int, Mapping[str, Any]] | None = None,
     **top: Any,
 ) -> dict[str, Any]:
-    """A valid recipe without training, with changes; `first` is added to the first model."""
-    entries = [{"model": model} if isinstance(model, str) else dict(model) for model in models]
-    entries[0] |= dict(first or {})
-    defaults = {"basis": "balanced", "num_bases": 2}
-    given = dict(parameters or {})
-    if {"basis", "basis_ratio"} & set(given):
-        defaults = {}
-    result = {"merge_method": method, "base_model": "./base", "models": entries}
-    result |= {"parameters": defaults | given, **top}
-    return {key: value for key, value in result.items() if value is not ...}
+    """A valid recipe without training, with changes."""
+    given = {"basis": "balanced", "num_bases": 2, **(parameters or {})}
+    made = commands.recipe(method, Path("base"), models, own, dtype=None, **given)
+    return {**made, "base_model": "./base", **top}
 
 
 def snapshot(folder: Path) -> dict[str, str]:
@@ -97,8 +91,7 @@ def wrong(parameters: Mapping[str, Any] | None, *wants: str, **keys: Any) -> Cas
 
 
 def negate(parameters: Mapping[str, Any], *wants: str) -> Case:
-    given = {"basis": "balanced", "num_bases": 2, "alpha": 1.0, **parameters}
-    return Case(recipe(given, method="basis_negate"), wants)
+    return Case(recipe({"alpha": 1.0, **parameters}, method="basis_negate"), wants)
 
 
 def slices(*sources: tuple[str, ...], **keys: object) -> dict[str, object]:
@@ -111,8 +104,7 @@ def slices(*sources: tuple[str, ...], **keys: object) -> dict[str, object]:
 
 
 ALL = ("./base", "./a", "./b", "./c")
-AE = {"basis": "ae", "num_bases": 2}
-NAMED = {"model": "./c", "parameters": {"task": "a"}}
+AE = {"basis": "ae"}
 RECIPES = {
     # a key that nobody knows, or that stands in the wrong place
     "misspelt parameter": wrong({"lamda": 0.5}, "`lamda`", r"`lambda`\?", "parameters"),
@@ -130,7 +122,10 @@ RECIPES = {
         {"forget": "a", "alpha": [{"filter": "mlp", "value": 1.0}]}, "`alpha`", "filter"
     ),
     "same folder": Case(recipe(models=("./a", "a/")), (r"`models\[1\]", "a/", "once")),
-    "task names": Case(recipe(models=("./a", "./b/../b", NAMED)), ("./a", "./c", "'a'", "`task:`")),
+    "task names": Case(
+        recipe(models=("./a", "./b/../b", "./c"), own={2: {"task": "a"}}),
+        ("./a", "./c", "'a'", "`task:`"),
+    ),
     "plus in a path": Case(recipe(models=("./a", "./b+c")), ("adapter c .* no adapter_config",)),
     # no recipe at all
     "syntax of any method": Case(
@@ -378,30 +373,19 @@ def test_values_are_resolved() -> None:
                 check_value(key, wrong)
 
 
-KEYS: dict[str, list[tuple[dict[str, object], str]]] = {
-    "basis_ta": [
-        ({"Basis": "ae"}, "did you mean `basis`?"),
-        ({"basis": "blanced"}, "`basis` is 'blanced': Input should be 'ae', "),
-        ({"basis": "none", "num_bases": 4}, "belongs to basis ae or linear_ae or pca"),
-        ({"basis": "pca", "steps": 9}, "`steps` belongs to basis ae or linear_ae, not to pca"),
-    ],
-    "basis_negate": [
-        (FORGET | {"merge_func": "sum"}, "`merge_func` belongs to basis_ties"),
-        ({"forget": "math"}, "basis_negate needs `alpha` as a parameter"),
-    ],
-    "basis_wudi": [
-        ({"flow_time": 0}, "`flow_time` is 0: Input should be 'auto' or 'exact' or "),
-    ],
-    "basis_ties": [
-        ({"density": 0}, "`density` is 0: Input should be greater than 0"),
-    ],
-}
+MISTAKES: list[tuple[str, dict[str, object], str]] = [
+    ("basis_ta", {"Basis": "ae"}, "did you mean `basis`?"),
+    ("basis_ta", {"basis": "blanced"}, "`basis` is 'blanced': Input should be 'ae', "),
+    ("basis_ta", {"basis": "none", "num_bases": 4}, "belongs to basis ae or linear_ae or pca"),
+    ("basis_ta", {"basis": "pca", "steps": 9}, "to basis ae or linear_ae, not to pca"),
+    ("basis_negate", FORGET | {"merge_func": "sum"}, "`merge_func` belongs to basis_ties"),
+    ("basis_negate", {"forget": "math"}, "basis_negate needs `alpha` as a parameter"),
+    ("basis_wudi", {"flow_time": 0}, "`flow_time` is 0: Input should be 'auto' or 'exact' or "),
+    ("basis_ties", {"density": 0}, "`density` is 0: Input should be greater than 0"),
+]
 
 
-ROWS = [(method, *row) for method, rows in KEYS.items() for row in rows]
-
-
-@pytest.mark.parametrize(("method", "given", "fragment"), ROWS)
+@pytest.mark.parametrize(("method", "given", "fragment"), MISTAKES)
 def test_mistakes_are_told_in_one_line(method, given, fragment):
     with pytest.raises(UserError) as caught:
         resolve_settings(method, given, TASKS)

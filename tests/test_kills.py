@@ -25,16 +25,7 @@ from tvb_mergekit.store.store import read_store
 if sys.platform == "win32":
     pytest.skip("needs fork and SIGKILL", allow_module_level=True)
 
-from processes import (
-    FULL,
-    INTERRUPT,
-    KILL,
-    TERMINATE,
-    Ended,
-    Running,
-    on_change,
-    run,
-)
+from processes import FULL, INTERRUPT, KILL, TERMINATE, Ended, Running, on_change, run
 
 TASKS = ["math", "code", "chat", "law", "poems"]
 
@@ -136,18 +127,12 @@ def place(models: Path, tmp_path: Path) -> Place:
     return Place(models, tmp_path / "work")
 
 
-@dataclass
-class Course:
-    """What a command does when nothing happens to it."""
-
-    before: dict[str, bytes]
-    after: dict[str, bytes]
-    changes: list[str]
+Course = tuple[dict[str, bytes], dict[str, bytes], list[str]]
 
 
 @pytest.fixture(scope="module")
 def course_of(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Course]:
-    """Name of a command -> what it does."""
+    """Name of a command -> the states before and after it, and its changes, if nothing happens."""
 
     @cache
     def course(name: str) -> Course:
@@ -157,7 +142,7 @@ def course_of(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         place.run(command.words, partial(on_change, place.folder, time.time, 0, log))
         after = place.state(command)
         assert after and after != before
-        return Course(before, after, log.read_text().splitlines())
+        return before, after, log.read_text().splitlines()
 
     return course
 
@@ -170,9 +155,9 @@ def moments(changes: list[str], count: int) -> list[int]:
 
 def check_left(place: Place, name: str, course: Course, told: object) -> bool:
     """One of the two states is there, and the next change works; whether it is that of after."""
-    command, found = COMMANDS[name], place.state(COMMANDS[name])
-    assert found in (course.before, course.after), told
-    if found == course.before and not command.start:
+    command, found, (before, after, _) = COMMANDS[name], place.state(COMMANDS[name]), course
+    assert found in (before, after), told
+    if found == before and not command.start:
         target = place.folder / command.target
         if target.exists():  # of a build: what it holds is said
             said = place.run(f"tvb inspect {command.target}", code=1).err
@@ -188,7 +173,7 @@ def check_left(place: Place, name: str, course: Course, told: object) -> bool:
         place.run("tvb undo s[1]")
     if command.then:
         place.run("tvb inspect s[1]")  # with the checksums of all files
-    return found == course.after
+    return found == after
 
 
 EVERY = [pytest.param(name, True, marks=pytest.mark.slow) for name in COMMANDS]
@@ -200,15 +185,16 @@ EVERY = [pytest.param(name, True, marks=pytest.mark.slow) for name in COMMANDS]
 def test_killed(name: str, everywhere: bool, place: Place, course_of: Any) -> None:
     """At every moment and after the last; or around the one rename that counts."""
     course, seen = course_of(name), []
-    numbers = moments(course.changes, len(course.changes))
+    changes = course[2]
+    numbers = moments(changes, len(changes))
     if not everywhere:
-        *_, rename = [n for n, line in enumerate(course.changes, 1) if line.startswith("os.rename")]
+        *_, rename = [n for n, line in enumerate(changes, 1) if line.startswith("os.rename")]
         numbers = [rename, rename + 1]
     for number in numbers:
         place.reset(COMMANDS[name])
         fault = partial(on_change, place.folder, KILL, number)
         assert place.start(COMMANDS[name].words, fault).wait().code == -9
-        seen.append(check_left(place, name, course, (number, course.changes[number - 1])))
+        seen.append(check_left(place, name, course, (number, changes[number - 1])))
     assert seen == sorted(seen)
     assert {*seen} == ({False, True} if name in CHANGES or "build" in name else {False, *seen})
 
@@ -221,18 +207,18 @@ FEW = [("add", "full", 2), ("build", "interrupted", 1), ("add to a full store", 
 def test_ended(name, act, count, place, course_of):
     """By a full disk or a signal: one line, and no file more than before."""
     command, course, (what, code) = COMMANDS[name], course_of(name), ENDS[act]
-    for number in moments(course.changes, count):
+    for number in moments(course[2], count):
         place.reset(command)
         before = place.files()
         ended = place.start(command.words, partial(on_change, place.folder, what, number)).wait()
-        told = (number, course.changes[number - 1], ended)
+        told = (number, course[2][number - 1], ended)
         lines = ended.err.strip().splitlines()
         assert ended.code in (0, code) and len(lines) <= 1 and "Traceback" not in ended.err, told
         assert ended.code or act == "full", told  # a file that need not be deleted
         assert act != "full" or not lines or "No space left" in lines[0], told
         if ended.code == 0 and "the tokenizer could not be copied" in ended.err:  # mergekit's words
             continue
-        if place.state(command) == course.before:
+        if place.state(command) == course[0]:
             assert place.files() == before, told
         check_left(place, name, course, told)
 
@@ -262,17 +248,3 @@ def test_two_additions_at_once(second: str, codes: list[int], place: Place) -> N
     assert sum("waiting for it" in e.err for e in ended) == 1, ended
     assert sum("'law' is in" in e.err for e in ended) == sum(codes)
     place.run("tvb inspect s[1]")
-
-
-def test_a_store_is_read_while_it_changes(place: Place) -> None:
-    """Facts, numbers and vectors are of one state, or one line says that a file is gone."""
-    place.reset(COMMANDS["add"])
-    words = ["tvb remove s[1] --task code", *["tvb undo s[1]"] * 3]
-    for each in words:
-        changing = place.start(each)
-        reading = place.start("tvb export s[1] out --task math --quiet")
-        assert changing.wait().code == 0
-        ended = reading.wait()
-        assert ended.code == 0 or ended.err.startswith("Error: "), ended
-        assert "Traceback" not in ended.err
-        shutil.rmtree(place.folder / "out", ignore_errors=True)

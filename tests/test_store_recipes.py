@@ -222,18 +222,15 @@ def test_recipes_that_do_not_fit_the_store(message, standing, tmp_path, monkeypa
 
 def test_weights_that_cancel_and_a_removal_leave_the_merge_of_the_models(tmp_path: Path) -> None:
     """G of a store is of its weighted task vectors, and a part of it has other last digits."""
-    base, store = MODELS / "base", tmp_path / "store"
-    two, names = {"basis": "ae", "num_bases": 2}, ("copy", "sort", "upper")
-    scales = {k: {"weight": weight} for k, weight in enumerate((2, 0.5, 1))}
-    built = write(recipe("basis_ta", base, [MODELS / n for n in names], scales), tmp_path / "r")
-    tvb("build", built, store, "--quiet")
-    back = {k: {"weight": 1 / own["weight"]} for k, own in scales.items()}
-    over = recipe("basis_ta", base, [store / n for n in names], back, **two)
-    want = recipe("basis_ta", base, [MODELS / n for n in names], **two)
-    assert_same(merge(over, tmp_path / "over"), merge(want, tmp_path / "want"))
-    whole = tmp_path / "whole"
-    built = write(recipe("basis_ta", base, [MODELS / n for n in ("max", *names)]), tmp_path / "w")
-    tvb("build", built, whole, "--quiet")
+    base, names, two = MODELS / "base", ("copy", "sort", "upper"), {"basis": "ae", "num_bases": 2}
+    scales, back = (
+        {k: {"weight": 2.0 ** (sign * p)} for k, p in enumerate((1, -1, 0))} for sign in (1, -1)
+    )
+    store, whole = tmp_path / "store", tmp_path / "whole"
+    for out, listed, own in ((store, names, scales), (whole, ("max", *names), {})):
+        made = recipe("basis_ta", base, [MODELS / name for name in listed], own)
+        tvb("build", write(made, out), out, "--quiet")
     tvb("remove", whole, "--task", "max")
-    over = recipe("basis_ta", base, [whole], **two)
-    assert_same(merge(over, tmp_path / "rest"), merge(want, tmp_path / "again"))
+    want = merge(recipe("basis_ta", base, [MODELS / n for n in names], **two), tmp_path / "want")
+    for name, over, own in (("over", [store / n for n in names], back), ("rest", [whole], {})):
+        assert_same(merge(recipe("basis_ta", base, over, own, **two), tmp_path / name), want)

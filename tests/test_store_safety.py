@@ -1,7 +1,6 @@
 """Stores that were crafted, damaged, moved or read while they change; and what is not a store's."""
 
 import json
-import os
 import random
 import re
 import shutil
@@ -10,19 +9,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import tiny
 import torch
 import xxhash
-from click.testing import CliRunner
 from commands import contents, recipe, refused, tvb, write
 from safetensors.torch import save_file
 from torch import Tensor
 
 import tvb_mergekit
-from tvb_mergekit.cli.commands import main
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store import add as adding
 from tvb_mergekit.store import store
@@ -103,11 +99,6 @@ def test_a_place_outside_the_store_is_refused_when_it_is_read(entry: str, here: 
                   "merge lossless out --method add", "export lossless out --all"):  # fmt: skip
         assert refused(*words.split())
     assert contents(here) == before
-
-
-def test_a_folder_of_an_adapter_is_added_with_the_base_of_the_store(here: Path) -> None:
-    tvb("add", "adapters", "adapter/z", "--task", "z", "--quiet")
-    assert {vector.codec for vector in store.load("adapters").facts.vectors} == {"adapter"}
 
 
 def test_a_link_out_of_the_store_is_refused_and_its_target_stays(here: Path) -> None:
@@ -194,49 +185,20 @@ def test_a_model_of_somebody_else_writes_nothing_outside(name: str, here: Path) 
 
 # Damage
 
-COUNT = 200  # ten times as many with TVB_FLIPS=2000
 
-
-def outcome(*words: str) -> str | bytes:
-    """What a command wrote to `out`, or its one line of an error."""
-    with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):
-        done = CliRunner().invoke(main, [*words, "--quiet"])
-    made = contents(Path("out"))
-    shutil.rmtree("out", ignore_errors=True)
-    if done.exit_code:
-        assert isinstance(done.exception, SystemExit), (words, done.exc_info)
-        assert done.stderr.startswith("Error: ") and done.stderr.count("\n") == 1, done.stderr
-        return "refused"
-    return xxhash.xxh3_128(b"".join(made[name] for name in sorted(made))).digest()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_flipped_bit_or_a_cut_is_found_or_harmless(kind: str, here: Path) -> None:
-    """By `tvb inspect` or by the reader; never by a traceback."""
-    files = [n for n in contents(here / kind) if n != ".lock"]
-    named = store.load(kind).facts
-    live = {*named.held, "store.json"}
-    draw, found, reading = random.Random(kind), 0, ("export", kind, "out", "--all")
-    want = outcome("inspect", kind), outcome(*reading)
-    assert "refused" not in want
-    count = int(os.environ.get("TVB_FLIPS", COUNT)) // len(KINDS)
-    for number in range(count):
-        file = here / kind / files[number % len(files)]
-        content = bytearray(before := file.read_bytes())
-        place = draw.randrange(min(len(content), draw.choice((16, 400, len(content)))))
-        if number // len(files) % 3 == 2:
-            content = content[:place]
-        else:
-            content[place] ^= 1 << draw.randrange(8)
-        file.write_bytes(content)
-        told, read = outcome("inspect", kind), outcome(*reading)
-        file.write_bytes(before)
-        found += told == "refused"
-        assert told == "refused" or (told, read) == want, (file, place, len(content))
-        of_now = str(file.relative_to(here / kind)) in live
-        assert of_now or (told, read) == want, (file, "is of the previous state")
-    assert found > count // 3
+def test_a_flipped_bit_or_a_cut_is_found(kind: str, here: Path) -> None:
+    """In each file of the store."""
+    draw = random.Random(kind)
+    for name in (*store.load(kind).facts.held, "store.json"):
+        content = bytearray(before := (here / kind / name).read_bytes())
+        place = draw.randrange(len(content))
+        content[place] ^= 1 << draw.randrange(8)
+        for damaged in (content, before[:place]):
+            (here / kind / name).write_bytes(damaged)
+            assert refused("inspect", kind), (name, place)
+        (here / kind / name).write_bytes(before)
+    tvb("inspect", kind)
 
 
 def test_a_file_that_is_gone_is_one_line(here: Path) -> None:
@@ -285,18 +247,15 @@ def test_files_of_the_user_stay_and_what_only_the_replaced_state_named_goes(here
 
 
 def test_undo_swaps_two_states(here: Path) -> None:
-    first = tvb_mergekit.load("grown")
     held = contents(here / "grown")
     assert "3 task vectors" in tvb("undo", "grown").stdout
     assert tvb_mergekit.load("grown").tasks == [*"abc"]
-    tvb("inspect", "grown")
     assert "3 bases of 4 task vectors" in tvb("undo", "grown").stdout
     assert contents(here / "grown") == held
     tvb("undo", "grown")
     tvb("add", "grown", "e", "--task", "e", "--quiet")  # what was undone is gone
-    assert tvb_mergekit.load("grown").tasks == [*"abce"]
     tvb("undo", "grown")
-    assert tvb_mergekit.load("grown").tasks == [*"abc"] != first.tasks
+    assert tvb_mergekit.load("grown").tasks == [*"abc"]
 
 
 def changed(source: Path, folder: Path, change: Callable[[str, Tensor], Tensor]) -> Path:
