@@ -200,7 +200,7 @@ def test_models_that_learn_with_adapters(world, tmp_path):
     made = recipe("basis_ta", base, [f"{base}+{tmp_path / each}" for each in ("one", "two")])
     asked = Request(document=from_mapping(made), method="fisher", out="out")
     with planned(asked.document, MergeOptions()) as plan:
-        state = Job(plan, asked, tmp_path).load("one")[0].state_dict()
+        state = Job(plan, asked).load("one")[0].state_dict()
     for name, theta in model_of(base, torch.float64).state_dict().items():
         torch.testing.assert_close(state[name].double(), theta + change[name], atol=1e-6, rtol=0)
 

@@ -190,8 +190,8 @@ def drawn(
 
 
 def collate(examples: Sequence[Example], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Examples side by side, padded at the end: tokens [n, length]; 1 for each token; and whether
-    the distribution of the next token counts."""
+    """Tokens of examples, padded at the end [n, length], 1 for each token, and whether the
+    distribution of the next token counts."""
     ids = pad_sequence([torch.tensor(example.ids) for example in examples], batch_first=True)
     mask, counted = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
     for row, example in enumerate(examples):

@@ -83,14 +83,11 @@ class Job:
 
     The bases are those of a store, `recipe.store`, or those that the plan builds over T models or
     over the task vectors in a store.
-
-    Args:
-        place: a folder for files that are deleted after the merge.
     """
 
-    def __init__(self, plan: Plan, request: Request, place: Path) -> None:
-        self.plan, self.request, self.place = plan, request, place
-        self.store = plan.recipe.store
+    def __init__(self, plan: Plan, request: Request) -> None:
+        self.plan, self.request, self.store = plan, request, plan.recipe.store
+        self.place = Path()  # a folder for files that are deleted after the merge
         self.examples: Mapping[str, Sequence[Example]] = {}
         self.tasks = list(plan.recipe.tasks if self.store is None else self.store.tasks)
         built = plan.recipe.settings.bases_of(len(self.tasks)) if self.store is None else 0

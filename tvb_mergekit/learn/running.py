@@ -50,10 +50,11 @@ def learn(request: Request) -> None:
             raise UserError(NO_TENSOR)
         for name in plan.tensors.changed:
             raise UserError(f"the tokenizer changes `{name}`; leave out `tokenizer_source`")
+        job = Job(plan, request)
+        job.examples = _read(job)
+        plan.build(inner=True)  # statistics are mixed by the encoder itself
         with staged(request.out) as folder:
-            job = Job(plan, request, folder.with_name(f"{folder.name}.learned"))
-            job.examples = _read(job)
-            plan.build(inner=True)  # statistics are mixed by the encoder itself
+            job.place = folder.with_name(f"{folder.name}.learned")
             began = time.perf_counter()
             plan.learned = METHODS[method](job)
             plan.basis.seconds["learn"] = time.perf_counter() - began

@@ -149,7 +149,8 @@ def regression_mean(
     Args:
         bases: [M, m, n] float32, m outputs and n inputs of a linear layer; not changed.
         grams: X_i^T X_i [n, n] of each of the T tasks; one is held at a time.
-        mixture, factors, unseen: as in `fisher_mean`; unseen is an input that is 0 in all data.
+        mixture, factors: as in `fisher_mean`.
+        unseen: the factor for inputs that are 0 in all data.
         off_diagonal: a factor for all entries of X_i^T X_i except the diagonal.
     """
     _, outputs, inputs = bases.shape
