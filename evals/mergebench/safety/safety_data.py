@@ -38,17 +38,13 @@ log = logging.getLogger(__name__)
 
 def wildguardtest(**_: object) -> datasets.DatasetDict:
     """The harmful prompts of WildGuardTest that have both labels of harm."""
-    terms = f"accept its terms at https://huggingface.co/datasets/{WILDGUARDMIX}, log in with"
     try:
         rows = datasets.load_dataset(WILDGUARDMIX, "wildguardtest", split="test")
-    except datasets.exceptions.DatasetNotFoundError as error:
+    except (datasets.exceptions.DatasetNotFoundError, ConnectionError, FileNotFoundError) as error:
         raise SystemExit(
-            f"{WILDGUARDMIX} is gated: {terms} `hf auth login` and run again"
-        ) from error
-    except (ConnectionError, FileNotFoundError) as error:
-        raise SystemExit(
-            f"{WILDGUARDMIX} is not in the cache and the Hub is out of reach"
-            f" ({_first_line(error)}): {terms} `hf auth login` and run once online"
+            f"{WILDGUARDMIX} is gated, or the Hub is out of reach ({_first_line(error)}): accept"
+            f" its terms at https://huggingface.co/datasets/{WILDGUARDMIX}, log in with"
+            " `hf auth login` and run once online"
         ) from error
     kept = (row for row in rows if row["response_harm_label"] is not None)
     return _items(
@@ -93,58 +89,33 @@ def _items(items: Iterable[Row], expected: int | None = None) -> datasets.Datase
 
 
 def _rows(file: str, *columns: str) -> list[dict[str, Any]]:
-    """The columns of one of safety-eval's files, row by row."""
-    path = _path(file)
+    """The columns of one of safety-eval's files, row by row; downloaded if it is missing."""
+    url, own = FILES + file, os.environ.get("MERGEBENCH_DATA")
+    folder = Path(own) if own else cached_assets_path(
+        "tvb-mergekit", "mergebench", COMMIT, assets_dir=os.environ.get("MERGEBENCH_CACHE")
+    )  # fmt: skip
+    path = folder / Path(file).name
     try:
+        if not own and not path.is_file():
+            _download(url, path)
         if path.suffix == ".csv":
             table = pandas.read_csv(path, dtype=str)
         else:
             table = pandas.read_json(path, lines=path.suffix == ".jsonl", dtype=False)
-    except ValueError as error:
+        rows: list[dict[str, Any]] = table[list(columns)].to_dict("records")
+    except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
         raise SystemExit(
-            f"{path} is not what {FILES}{file} holds ({_first_line(error)}): get it again"
+            f"{path} cannot be read ({_first_line(error)}): put {url} there, or into a folder that"
+            " MERGEBENCH_DATA names"
         ) from error
-    for column in columns:
-        if column not in table:
-            raise SystemExit(
-                f"{path} has the columns {', '.join(map(str, table))}, but no {column!r}:"
-                f" get it again from {FILES}{file}"
-            )
-    rows: list[dict[str, Any]] = table[list(columns)].to_dict("records")
     return rows
 
 
-def _path(file: str) -> Path:
-    """The place of a file, which is downloaded if it is missing."""
-    name = Path(file).name
-    if own := os.environ.get("MERGEBENCH_DATA"):
-        path = Path(own, name)
-        if not path.is_file():
-            raise SystemExit(
-                f"no {name} in MERGEBENCH_DATA={own}: put {FILES}{file} there, or unset the"
-                " variable and it is downloaded"
-            )
-        return path
-    folder = cached_assets_path(
-        "tvb-mergekit", "mergebench", COMMIT, assets_dir=os.environ.get("MERGEBENCH_CACHE")
-    )
-    path = folder / name
-    if not path.is_file():
-        _download(FILES + file, path)
-    return path
-
-
 def _download(url: str, path: Path) -> None:
-    try:
-        if is_offline_mode():
-            raise ConnectionError("HF_HUB_OFFLINE is set")
-        with urllib.request.urlopen(url, timeout=60) as reply:
-            content = reply.read()
-    except (OSError, http.client.HTTPException) as error:
-        raise SystemExit(
-            f"cannot download {url} ({_first_line(error)}): put the file into {path.parent},"
-            " or into a folder that MERGEBENCH_DATA names"
-        ) from error
+    if is_offline_mode():
+        raise ConnectionError("HF_HUB_OFFLINE is set")
+    with urllib.request.urlopen(url, timeout=60) as reply:
+        content = reply.read()
     part = path.with_name(f"{path.name}.{os.getpid()}")
     part.write_bytes(content)
     os.replace(part, path)  # whole or not at all, whoever else is downloading

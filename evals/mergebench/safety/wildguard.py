@@ -33,7 +33,6 @@ import datasets
 import torch
 from huggingface_hub import auth_check, cached_assets_path, try_to_load_from_cache
 from huggingface_hub.constants import HF_ASSETS_CACHE
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from safetensors import safe_open
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -67,7 +66,6 @@ _ANSWER = re.compile(
     r"harmful response:[ \t]*(yes|no|n/a)[ \t]*(?:\n|$)",
     re.IGNORECASE,
 )
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/model
 _MEANING = {"yes": True, "no": False, "n/a": None}
 
 
@@ -253,55 +251,33 @@ def _check(own: Settings) -> None:
             f"MERGEBENCH_JUDGE_DEVICE={own.device} cannot be used ({_first_line(error)}):"
             " name another, such as cpu or cuda:1"
         ) from error
-    name = own.judge
-    if Path(name).is_dir():
-        if (fault := _fault(Path(name))) is not None:
-            raise SystemExit(
-                f"MERGEBENCH_JUDGE={name} cannot be loaded ({fault}): expected config.json, a"
-                " tokenizer and all weights as safetensors"
-            )
-        return
-    nowhere = f"MERGEBENCH_JUDGE={name}: there is no such folder, and no such model on the Hub"
-    if not _HUB_NAME.fullmatch(name):
-        raise SystemExit(nowhere)
-    config = try_to_load_from_cache(name, "config.json")
-    if isinstance(config, str) and _fault(Path(config).parent) is None:
-        return  # the Hub's cache holds the complete model
+    name, folder = own.judge, Path(own.judge)
     try:
-        auth_check(name)
-    except GatedRepoError as error:
-        raise SystemExit(
-            f"the judge {name} is gated: accept its terms at https://huggingface.co/{name}, log in"
-            " with `hf auth login` and run again, or name its folder in MERGEBENCH_JUDGE"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise SystemExit(nowhere) from error
-    except Exception as error:  # offline, or whatever the Hub's client lets through
-        raise SystemExit(
-            f"the judge {name} is not in the cache and the Hub is out of reach"
-            f" ({_first_line(error)}): run `hf download {name}` once online, or name its folder in"
-            " MERGEBENCH_JUDGE"
-        ) from error
-
-
-def _fault(folder: Path) -> str | None:
-    """A missing or damaged file in the folder of a model, whose weights are not read."""
-    index = folder / "model.safetensors.index.json"
-    file = "config.json"
-    try:
-        AutoConfig.from_pretrained(folder)
-        file = "tokenizer"
-        AutoTokenizer.from_pretrained(folder)
-        file = index.name
-        names = {"model.safetensors"}
-        if index.is_file():
-            names = {*json.loads(index.read_text())["weight_map"].values()}
-        for file in sorted(names):
-            with safe_open(folder / file, framework="pt"):  # the header, and the size that it says
-                pass
+        AutoConfig.from_pretrained(name)
+        AutoTokenizer.from_pretrained(name)
+        if folder.is_dir():
+            _open_weights(folder)
+        elif isinstance(config := try_to_load_from_cache(name, "config.json"), str):
+            try:
+                _open_weights(Path(config).parent)
+            except Exception:  # not complete in the cache: the Hub must give them
+                auth_check(name)
     except Exception as error:  # each of the libraries has others
-        return f"{file}: {_first_line(error)}"
-    return None
+        raise SystemExit(
+            f"the judge {name} cannot be loaded ({_first_line(error)}): accept its terms at"
+            f" https://huggingface.co/{name} and log in with `hf auth login`, or name a folder in"
+            " MERGEBENCH_JUDGE with config.json, a tokenizer and all weights as safetensors"
+        ) from error
+
+
+def _open_weights(folder: Path) -> None:
+    """Read the headers of all weights in the folder of a model, which say their sizes."""
+    index, names = folder / "model.safetensors.index.json", {"model.safetensors"}
+    if index.is_file():
+        names = {*json.loads(index.read_text())["weight_map"].values()}
+    for file in sorted(names):
+        with safe_open(folder / file, framework="pt"):
+            pass
 
 
 def _first_line(error: BaseException) -> str:
