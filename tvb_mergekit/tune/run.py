@@ -121,8 +121,7 @@ def _figure(tuning: Tuning) -> Figure:
     from matplotlib.figure import Figure
 
     figure, points = Figure(figsize=(8, 5), layout="constrained"), sorted(tuning.points)
-    title = f"best: {tuning.best:g}"
-    axes = figure.add_subplot(xlabel=tuning.key, ylabel="score", title=title)
+    axes = figure.add_subplot(xlabel=tuning.key, ylabel="score", title=f"best: {tuning.best:g}")
     means = [tuning.mean(point) for point in points]
     values, errors = [mean.value for mean in means], [mean.stderr or 0.0 for mean in means]
     axes.errorbar(points, values, errors, fmt="o-", color="black", linewidth=2, elinewidth=0.8)

@@ -40,9 +40,8 @@ def mean(estimates: Iterable[Estimate]) -> Estimate:
     """The mean of scores; its error assumes that they are independent."""
     every = list(estimates)
     errors = [each.stderr for each in every if each.stderr is not None]
-    known = len(errors) == len(every)
     value = math.fsum(each.value for each in every) / len(every)
-    return Estimate(value, math.hypot(*errors) / len(every) if known else None)
+    return Estimate(value, math.hypot(*errors) / len(every) if len(errors) == len(every) else None)
 
 
 def grid_points(text: str) -> list[float]:

@@ -72,13 +72,11 @@ def load_tasks(
     targets: Sequence[str], controls: Sequence[str], options: Evaluation, base: str
 ) -> list[EvalTask]:
     """Load lm-eval's tasks, and those of its groups; `base` is the model in their metadata."""
-    import datasets
     import transformers
     from lm_eval.tasks import TaskManager
 
     # their logs are long, and their errors come as exceptions
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     own, metadata = list(options.include_path) or None, {"pretrained": base, **options.model}
     manager = TaskManager(include_path=own, metadata=metadata)
