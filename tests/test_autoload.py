@@ -11,11 +11,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import mergekit.merge_methods.registry as registry
 import pytest
 import torch
 import yaml
+from commands import contents
 from tiny import load
 
 import tvb_mergekit.plugin as names
@@ -68,6 +70,59 @@ def test_install_and_uninstall(environment):
     assert venv.files() == before
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["editable", "sdist"])
+def test_other_installations(kind: str, environment: Any, tmp_path: Path) -> None:
+    """Of the source tree, and of its archive (of a wheel: above)."""
+    venv, what = environment, ["-e", str(ROOT)]
+    if kind == "sdist":
+        words = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path / "made"]
+        subprocess.run(words, cwd=ROOT, check=True)
+        what = [str(archive) for archive in (tmp_path / "made").iterdir()]
+    before = venv.files()
+    venv.pip("install", "--no-deps", "--no-compile", "--no-build-isolation", *what)
+    code = "from mergekit.merge_methods import get; import tvb_mergekit as t; get('basis_ta')"
+    found = venv.run("-c", f"{code}; print(t.__file__)").stdout
+    assert found.startswith(str(ROOT)) == (kind == "editable")
+    venv.pip("uninstall", "-y", "tvb-mergekit")
+    assert venv.files() == before
+
+
+STOCK = """
+import sys
+from mergekit.config import MergeConfiguration
+from mergekit.merge import run_merge
+from mergekit.merge_methods import registered_methods
+from mergekit.options import MergeOptions
+
+given = {"weight": 0.4, "density": 0.5, "t": 0.3}
+options = MergeOptions(random_seed=1, quiet=True, write_model_card=False)  # its order is a set's
+known = {method.spec.name: method.spec for method in registered_methods()}
+ours = {name for name in known if name.startswith("basis_")}
+assert len(ours) == int(sys.argv[2]) and len(known) >= 20, known
+for name in known.keys() - ours:
+    keys = {parameter.name for parameter in known[name].parameters}
+    models = {1: ["./a"], 2: ["./base", "./a"]}.get(known[name].contract.max_inputs, ["./a", "./b"])
+    document = {"merge_method": name, "models": [{"model": model} for model in models]}
+    document["parameters"] = {key: value for key, value in given.items() if key in keys}
+    if known[name].contract.base.value != "ignored":
+        document["base_model"] = "./base"
+    run_merge(MergeConfiguration.model_validate(document), f"{sys.argv[1]}/{name}", options)
+"""
+
+
+@pytest.mark.slow
+def test_stock_methods_write_the_same_bytes(tiny_models: Path, tmp_path: Path) -> None:
+    """With our hook, and without it."""
+    code = f"import tvb_mergekit_hook; tvb_mergekit_hook.install()\n{STOCK}"
+    for kind, disabled, ours in (("with", "", 6), ("without", "1", 0)):
+        env = {"TVB_MERGEKIT_DISABLE": disabled, "OMP_NUM_THREADS": "1"}
+        env = os.environ | env | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        words = [sys.executable, "-c", code, tmp_path / kind, str(ours)]
+        subprocess.run(words, cwd=tiny_models, env=env, check=True, timeout=300)
+    assert contents(tmp_path / "with") == contents(tmp_path / "without")
+
+
 # mergekit as it may become: names that change
 
 
@@ -84,9 +139,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> hook.TvbMergekitFinder:
 def test_a_plugin_that_fails_is_one_line(debug, fresh, monkeypatch, capsys):
     """Written once; mergekit goes on without us."""
     monkeypatch.setenv("TVB_MERGEKIT_DEBUG", debug)
+    modules = [importlib.import_module(module) for module in hook.MODULES]
     monkeypatch.setattr(names, "on_import", lambda module: int("a\nb"))
-    for module in hook.MODULES:
-        fresh.after(importlib.import_module(module))
+    for module in modules:
+        fresh.after(module)
     line, *traceback = capsys.readouterr().err.splitlines()
     assert re.match("tvb-mergekit: basis_ta.*ValueError: .*TVB_MERGEKIT_DEBUG=1", line)
     assert fresh.stopped and bool(traceback) == bool(debug)
@@ -95,10 +151,10 @@ def test_a_plugin_that_fails_is_one_line(debug, fresh, monkeypatch, capsys):
 def test_a_call_of_install_catches_up(fresh, monkeypatch):
     """As after `pip install --target`: what was imported before, in order, and what comes later."""
     seen, scripts = [], importlib.import_module("mergekit.scripts")
-    monkeypatch.setattr(names, "on_import", lambda module: seen.append(module.__name__))
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     for module in hook.MODULES:
         importlib.import_module(module)
+    monkeypatch.setattr(names, "on_import", lambda module: seen.append(module.__name__))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setenv("TVB_MERGEKIT_DISABLE", "1")
     hook.install()
     assert not seen and fresh not in sys.meta_path

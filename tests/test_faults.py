@@ -24,7 +24,7 @@ import yaml
 from mergekit.common import ModelReference
 from processes import INTERRUPT, Fault, little_disk, on_call, on_change, run, unprivileged
 from safetensors.torch import load_file, save_file
-from tiny import llama, load
+from tiny import family, llama, load
 
 from tvb_mergekit.core.settings import (
     METHODS,
@@ -323,6 +323,28 @@ def test_end_to_end(name: str, tmp_path: Path, tiny_models: Path) -> None:
     assert not {path for path in changed if not path.startswith(case.leaves)}
     for want in case.wants:
         assert re.search(want, said), f"{want!r} is not in: {said[-2000:]}"
+
+
+def few_files() -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+
+
+def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
+    """And a store of them, and its export."""
+    deep = partial(llama, hidden_size=8, intermediate_size=8, num_hidden_layers=34)
+    how = {"max_shard_size": "0.01KB", "dtypes": (torch.bfloat16,)}
+    base, models = family(tmp_path, deep, "ab", **how)
+    assert len([*base.glob("*.safetensors")]) > 300
+    ties = commands.recipe("basis_ties", base, models, basis="none", lambda_=1.0)
+    commands.write(ties, tmp_path / "recipe")
+    commands.write(commands.recipe("basis_ta", base, models), tmp_path / "store")
+    for words in ("merge recipe.yml out", "build store.yml store", "export store back --task a"):
+        ended = run(["tvb", *words.split(), "--quiet"], tmp_path, few_files)
+        assert ended.code == 0, ended.err
+    found, want = load(tmp_path / "back"), load(models[0])
+    assert all(torch.equal(found[name], tensor) for name, tensor in want.items())
 
 
 # The keys of a recipe: what is resolved, and what each mistake says

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 import torch
 import yaml
-from commands import (
-    Result,
-    assert_close,
-    assert_same,
-    contents,
-    merge,
-    ready,
-    recipe,
-    refused,
-    slices,
-    tvb,
-    write,
-)
+from commands import Result, assert_same, merge, ready, recipe, tvb, write
 from reference import Dense, merged
 from test_codecs import models, vector
 from tiny import TASKS, llama, load
@@ -89,7 +79,7 @@ def test_merges_over_lossless_stores_are_those_of_the_models(case, family, built
         document = recipe(method, family.base, listed, weights, **keys)
         if layers:
             del document["models"]
-            document |= slices(family.base, listed, layers, weights)
+            document |= commands.slices(family.base, listed, layers, weights)
         made.append(merge(document, tmp_path / name))
     want, *found = made
     for each in found:
@@ -121,7 +111,7 @@ def test_merges_over_adapters_are_those_of_the_adapters(method: str, tmp_path: P
             tvb("merge", write(over, Path("lora")), "lora", "--lora", "--quiet")
             direct = made.recipe(method, own={1: {"weight": -0.5}}, **NONE)
             tvb("merge", write(direct, Path("direct")), "direct", "--lora", "--quiet")
-            one, two = (contents(Path(name)) for name in ("lora", "direct"))
+            one, two = (commands.contents(Path(name)) for name in ("lora", "direct"))
             assert one["adapter_model.safetensors"] == two["adapter_model.safetensors"]
 
 
@@ -139,7 +129,7 @@ def test_a_store_of_bases_is_the_models_of_its_recipe(world: World, tmp_path: Pa
         assert method == ALL_TASKS.get(name, "basis_negate")
         tvb("merge", tmp_path / "my store", tmp_path / name, "--method", name, "--quiet")
         want = merged(dense, method, keys, columns[:, :2], rebuilt, TASKS)
-        assert_close(load(tmp_path / name), want.tensors, dense.base, want.boundary, 2e-5)
+        commands.assert_close(load(tmp_path / name), want.tensors, dense.base, want.boundary, 2e-5)
     text = yaml.safe_load((tmp_path / "add" / "mergekit_config.yml").read_text())
     assert text["models"] == [{"model": str(tmp_path / "my store")}]  # as it was given
     card = (tmp_path / "add" / "README.md").read_text()
@@ -178,7 +168,8 @@ def test_builds_over_stores(words, family, built, tmp_path):
     torch.testing.assert_close(columns, scaled @ bases.encoder, rtol=2**-7, atol=1e-4)
     if not words:  # without loss only from models, and in plain numbers otherwise
         again = write({**over, "parameters": NONE}, tmp_path / "r")
-        assert "or a vector of a store" in refused("build", again, tmp_path / "no", "--lossless")
+        said = commands.refused("build", again, tmp_path / "no", "--lossless")
+        assert "or a vector of a store" in said
         tvb("build", again, tmp_path / "plain", "--quiet")
         assert {v.dtype for v in stores.load(tmp_path / "plain").facts.vectors} == {"float32"}
 
@@ -234,3 +225,19 @@ def test_weights_that_cancel_and_a_removal_leave_the_merge_of_the_models(tmp_pat
     want = merge(recipe("basis_ta", base, [MODELS / n for n in names], **two), tmp_path / "want")
     for name, over, own in (("over", [store / n for n in names], back), ("rest", [whole], {})):
         assert_same(merge(recipe("basis_ta", base, over, own, **two), tmp_path / name), want)
+
+
+def test_names_of_tasks_that_mergekit_would_split(tiny_models: Path, tmp_path: Path) -> None:
+    """At `+` begins an adapter, at `@` a revision, at `/` a vector of a store."""
+    names, models = ["math/easy", "x+y", "a@b"], [tiny_models / name for name in "abc"]
+    own = {number: {"task": name} for number, name in enumerate(names)}
+    store = tmp_path / "store"
+    tvb("build", write(recipe("basis_ta", tiny_models / "base", models, own), store), store)
+    over = recipe("basis_ta", tiny_models / "base", [store / name for name in names], basis="none")
+    made = merge(over, tmp_path / "out")
+    assert made.facts["tasks"] == names
+    tvb("export", store, tmp_path / "all", "--all", "--quiet")
+    for name, model in zip(names, models, strict=True):  # forgetting c++: test_cli.py
+        (folder,) = (tmp_path / "all").glob(re.sub(r"\W", "?", name))
+        back = load(folder)
+        assert all(torch.allclose(back[n], tensor, atol=1e-6) for n, tensor in load(model).items())
