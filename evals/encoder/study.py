@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import click
 import torch
-import yaml
 from mergekit.scripts import run_yaml
 from real import cells, tables
 from real.cells import Cell, Record, Scores
@@ -33,7 +32,7 @@ from real.forgetting import forget
 from real.merges import MERGES, direction, searched
 from real.model import cut
 from real.routed import attached, best
-from real.run import Run, Weights, difference, norm, weights_of
+from real.run import Run, Weights, difference, keys_of, norm, weights_of
 from real.tasks import Item, read
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -193,21 +192,15 @@ def added(run: Encoder, cell: Cell) -> Weights:
         tasks = sorted(TASKS, key=lambda task: norm(run.task_vector(task)), reverse=True)
         return run.total(tasks[: cell["num_bases"]])
     stitched = cell["how"] == "localize"
-    merge, keys = MERGES["ta" if stitched else cell["how"]], {"basis": cell["basis"]}
-    if cell["basis"] != "none":
-        if not stitched:
-            return direction(run, run.built(cell), cell["how"])
-        keys |= {"num_bases": cell["num_bases"], "seed": cell["seed"]}
-    models = [{"model": str(place.resolve()), "parameters": {"task": task}}
-              for task, place in run.folders.items()]  # fmt: skip
-    recipe = {"merge_method": merge.method, "base_model": str(run.own.resolve()), "models": models,
-              "parameters": {**keys, "lambda": 1.0, **merge.keys}, "dtype": "float32"}  # fmt: skip
+    if cell["basis"] != "none" and not stitched:
+        return direction(run, run.built(cell), cell["how"])
+    merge = MERGES["ta" if stitched else cell["how"]]
     with tempfile.TemporaryDirectory() as folder:
-        file, out = f"{folder}/recipe.yml", f"{folder}/out"
-        Path(file).write_text(yaml.safe_dump(recipe))
-        words = ["learn", file, "localize", "--dataless", "--out", out] if stitched else [file, out]
+        file, out = Path(folder) / "recipe.yml", f"{folder}/out"
+        recipe = run.recipe(file, merge.method, keys_of(cell) | {"lambda": 1.0} | merge.keys)
+        words = ["learn", recipe, "localize", "--dataless", "--out"] if stitched else [recipe]
         tool = commands.main if stitched else run_yaml.main
-        tool.main([*words, "--quiet"], standalone_mode=False)
+        tool.main([*words, out, "--quiet"], standalone_mode=False)
         return difference(load_file(f"{out}/model.safetensors"), run.base)
 
 

@@ -11,31 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import AutoModelForCausalLM
 
 import tvb_mergekit
 from real.cells import Cell
 from real.merges import MERGES, best, direction
-from real.run import Run
-
-UNTUNED = 0.3  # lambda, for methods that do not use it
+from real.run import Run, keys_of
 
 
 @dataclass(frozen=True)
 class Way:
-    """A method of `tvb learn` with its options.
-
-    Attributes:
-        scale: the recipe's `lambda_scale`.
-        merge: the recipe's merge, where the method begins at it: then its lambda is tuned before.
-    """
+    """A method of `tvb learn` with its options."""
 
     title: str
     method: str
     options: tuple[str, ...] = ()
-    scale: str = "tasks"
-    merge: str = ""
+    scale: str = "tasks"  # `lambda_scale` of the recipe
+    merge: str = ""  # of the recipe, if the method begins there: its lambda is tuned before
 
 
 WAYS = {
@@ -56,13 +48,15 @@ def learned(run: Run, cell: Cell) -> dict[str, Any]:
     way = WAYS[cell["how"]]
     count = max(1, round(cell["shots"] * cell["num_bases"] / len(run.tasks)))
     with tempfile.TemporaryDirectory() as folder:
-        place, by = Path(folder), UNTUNED
+        place, by = Path(folder), 0.3  # for methods that do not use lambda
         if way.merge:
             vector = direction(run, run.built(cell), way.merge)
             by = best(run, cell | {"items": count}, vector)[0]
-        (place / "recipe.yml").write_text(yaml.safe_dump(recipe(run, cell, way, by)))
-        command = [sys.executable, "-m", "tvb_mergekit", "learn", str(place / "recipe.yml"),
-                   way.method, *way.options, "--out", str(place / "out"), "--device", run.device,
+        merge = MERGES[way.merge or "ta"]
+        keys = {**keys_of(cell), "lambda": by, "lambda_scale": way.scale, **merge.keys}
+        recipe = run.recipe(place / "recipe.yml", merge.method, keys)
+        command = [sys.executable, "-m", "tvb_mergekit", "learn", recipe, way.method,
+                   *way.options, "--out", str(place / "out"), "--device", run.device,
                    "--quiet"]  # fmt: skip
         if "--dataless" not in way.options:
             for task in run.tasks:
@@ -90,18 +84,3 @@ def examples(run: Run, task: str, count: int, answered: bool, folder: Path) -> P
              for item in run.items(task, "validation")[:count]]  # fmt: skip
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return file
-
-
-def recipe(run: Run, cell: Cell, way: Way, by: float) -> dict[str, Any]:
-    merge = MERGES[way.merge or "ta"]
-    keys = {"basis": cell["basis"], "lambda": by, "lambda_scale": way.scale} | merge.keys
-    if cell["basis"] != "none":
-        keys |= {"num_bases": cell["num_bases"], "seed": cell["seed"]}
-    return {
-        "merge_method": merge.method,
-        "base_model": str(run.own.resolve()),
-        "models": [{"model": str(place.resolve()), "parameters": {"task": task}}
-                   for task, place in run.folders.items()],
-        "parameters": keys,
-        "dtype": str(run.dtype).removeprefix("torch."),
-    }  # fmt: skip

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tvb_mergekit
@@ -69,12 +68,8 @@ def routed(run: Run, cell: Cell) -> dict[str, Any]:
 
 def attached(run: Run, store: Path) -> Any:
     """The base with a store of the specialists as they were trained."""
-    models = [{"model": f"{run.own}+{place}" if (place / "adapter_config.json").exists()
-               else str(place), "parameters": {"task": task}}
-              for task, place in run.trained.items()]  # fmt: skip
-    recipe = {"merge_method": "basis_ta", "base_model": str(run.own), "models": models}
-    store.with_suffix(".yml").write_text(yaml.safe_dump(recipe))
-    words = ["build", str(store.with_suffix(".yml")), str(store), "--quiet"]
+    recipe = run.recipe(store.with_suffix(".yml"), "basis_ta", {}, trained=True)
+    words = ["build", recipe, str(store), "--quiet"]
     subprocess.run([sys.executable, "-m", "tvb_mergekit", *words], check=True)
     with torch.no_grad():
         for name, parameter in run.model.named_parameters():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -74,11 +75,20 @@ class Run:
 
     def built(self, cell: Cell, store: Path | None = None, **more: Any) -> tvb_mergekit.Bases:
         """The bases of a cell, as the library builds them."""
-        keys: dict[str, Any] = {"basis": cell["basis"]}
-        if cell["basis"] != "none":
-            keys |= {"num_bases": cell["num_bases"], "seed": cell["seed"]}
-        given: dict[str, Any] = {"dtype": torch.float32, "device": self.device} | keys | more
+        given = keys_of(cell) | {"dtype": torch.float32, "device": self.device} | more
         return tvb_mergekit.build(self.base, self.folders, store, **given)
+
+    def recipe(self, file: Path, method: str, keys: Cell, trained: bool = False) -> str:
+        """Write a recipe over whole models, or over the specialists as they were trained."""
+        models = [
+            {"model": f"{self.own}+{place}" if (place / "adapter_config.json").exists()
+             else str(place.resolve()), "parameters": {"task": task}}
+            for task, place in (self.trained if trained else self.folders).items()
+        ]  # fmt: skip
+        made = {"merge_method": method, "base_model": str(self.own.resolve()), "models": models}
+        kind = {} if trained else {"dtype": str(self.dtype).removeprefix("torch.")}
+        file.write_text(yaml.safe_dump(made | {"parameters": keys} | kind))
+        return str(file)
 
     # ------------------------------------------------------------------------------------ vectors
 
@@ -163,6 +173,12 @@ class Run:
         texts = [Example(ids, 1) for ids in self.tokenizer(lines)["input_ids"]]
         self.put(weights)
         return evaluate(self.model, texts, self.ends)[1]
+
+
+def keys_of(cell: Cell) -> dict[str, Any]:
+    """The keys of a cell's basis."""
+    keys = {"basis": cell["basis"]}
+    return keys if cell["basis"] == "none" else keys | {k: cell[k] for k in ("num_bases", "seed")}
 
 
 def weights_of(model: torch.nn.Module) -> Weights:

@@ -107,6 +107,10 @@ def sign_flip(differences: Any) -> float:
     return float(1 + larger + np.count_nonzero(same) / 2) / (DRAWS + 1)
 
 
+def result(key: str) -> Value:
+    return lambda record: record["result"].get(key)
+
+
 def having(records: Iterable[Record], **wanted: Any) -> list[Record]:
     return [r for r in records if all(r["cell"].get(key) == v for key, v in wanted.items())]
 
@@ -207,9 +211,6 @@ def merges(study: Study) -> str:
     def length(record: Record) -> float:
         return float(record["result"]["length"] / lengths[record["models"], record["seed"]])
 
-    def result(key: str) -> Value:
-        return lambda record: record["result"].get(key)
-
     columns = {"kept": Column(study.tuned), "p": Column(lambda r: tests.get(id(r)), {}, ".2g"),
                "lambda": Column(result("lambda"), {}, ".2f"),
                "default / best": Column(result("default")),
@@ -238,19 +239,17 @@ def learned(study: Study) -> str:
 
 
 def stores(study: Study) -> str:
-    def value(key: str, per: float = 1.0) -> Value:
-        return lambda record: record["result"][key] / per
-
-    def alone(record: Record) -> float | None:
-        return study.kept(record, record["result"]["specialists"])
-
     def merged(how: str) -> Value:
         return lambda record: study.kept(record, record["result"]["merges"].get(how))
 
-    columns = {"MB": Column(value("bytes", 1e6), {}, ".0f"),
-               "bits": Column(value("bits"), {}, ".2f"), "error": Column(value("error"), {}, ".2f"),
-               "each task alone": Column(alone), "addition": Column(merged("ta")),
-               "WUDI, t = 30": Column(merged("wudi_30"))}  # fmt: skip
+    columns = {
+        "MB": Column(lambda r: r["result"]["bytes"] / 1e6, {}, ".0f"),
+        "bits": Column(result("bits"), {}, ".2f"),
+        "error": Column(result("error"), {}, ".2f"),
+        "each task alone": Column(lambda r: study.kept(r, r["result"]["specialists"])),
+        "addition": Column(merged("ta")),
+        "WUDI, t = 30": Column(merged("wudi_30")),
+    }
     ways = {"lossless": "lossless"}
     ways |= {f"keep_{s}": f"a sample of {100 * s:g} %" for s in (0.25, 0.1, 0.05)}
     ways["bases"] = "`balanced`, M = T/2, bfloat16"
@@ -263,12 +262,10 @@ def forgetting(study: Study) -> str:
     def mean(key: str) -> Value:
         return lambda r: statistics.fmean(each[key] for each in r["result"]["tasks"].values())
 
-    def before(record: Record) -> float:
-        return statistics.fmean(record["result"]["before"].values())
-
-    columns = {"before": Column(before), "forgotten task": Column(mean("after")),
+    columns = {"before": Column(lambda r: statistics.fmean(r["result"]["before"].values())),
+               "forgotten task": Column(mean("after")),
                "other tasks": Column(mean("control")), "error of the vector": Column(mean("error")),
-               "text loss before": Column(lambda r: r["result"]["text before"]),
+               "text loss before": Column(result("text before")),
                "text loss": Column(mean("text"))}  # fmt: skip
     return grid(("models", "subtracted, from"), columns, by_basis(study, "forget"))
 
@@ -293,9 +290,6 @@ def routing(study: Study) -> str:
 
     def right(of: Callable[[Iterable[float]], float]) -> Value:
         return lambda record: of((means(record["result"]) or {"": 0.0}).values())
-
-    def result(key: str) -> Value:
-        return lambda record: record["result"].get(key)
 
     columns = {"right task": Column(right(statistics.fmean)), "worst task": Column(right(min)),
                "AUROC, no task": Column(result("none")), "answered": Column(result("kept")),

@@ -100,11 +100,8 @@ def same_result(database: Path, answer: str, response: str) -> bool:
 def query(database: Path, text: str) -> Sequence[tuple[object, ...]]:
     """The rows of one SELECT that a model may have written, in a read-only connection.
 
-    The connection permits SELECT with the functions in FUNCTIONS, and STEPS and ROWS limit a query.
-
-    Raises:
-        sqlite3.Error: the query fails, asks for anything else, or takes too long.
-        ValueError: the result has too many rows.
+    The connection permits SELECT with the functions in FUNCTIONS, and STEPS and ROWS limit a query:
+    what asks for more is an error.
     """
     reading = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ}
 
