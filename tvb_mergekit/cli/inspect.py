@@ -1,4 +1,4 @@
-"""The tables and the picture of `tvb inspect`: `store/inspection.py` has the numbers."""
+"""The tables and the picture of `tvb inspect`: `store/report.py` has the numbers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from tvb_mergekit.atomic import write_file
 from tvb_mergekit.core.gram import Array
 from tvb_mergekit.errors import counted, listed, megabytes
 from tvb_mergekit.figures import BLUE, DARK, LABEL, ORANGE, rendered
-from tvb_mergekit.store.inspection import Inspection
-from tvb_mergekit.store.report import measures, vectors
+from tvb_mergekit.store.report import Inspection, measures, vectors
 from tvb_mergekit.tables import Sheet, matrix, printable, shortened, show
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.tensors import ranks
 
 if TYPE_CHECKING:
-    from tvb_mergekit.store.inspection import Inspection
+    from tvb_mergekit.store.report import Inspection
     from tvb_mergekit.store.store import Bases
     from tvb_mergekit.tensors.taskset import TaskSet
 
@@ -54,7 +54,7 @@ def build(recipe: str, store: str, dtype: str | None, **values: Any) -> None:
 
     check_output_folder(store)  # before anything is downloaded
     inputs = read_inputs(document, cli.model_options(values))
-    _tell(build_store(inputs, store, engine, dtype=cli.dtype_of(dtype), keep=share))
+    _tell(build_store(inputs, store, engine, dtype=cli.dtype_of(dtype), share=share))
 
 
 @command("device", *MODELS, "quiet", writes="plot")
@@ -77,7 +77,7 @@ def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
     from tvb_mergekit.cli.inspect import plot as draw
     from tvb_mergekit.cli.inspect import print_inspection
     from tvb_mergekit.figures import METADATA, can_draw
-    from tvb_mergekit.store.inspection import as_json
+    from tvb_mergekit.store.report import as_json
 
     target = Path(plot or "picture.png")  # checked before anything is read
     if target.suffix.lower()[1:] not in METADATA or not target.parent.is_dir():
@@ -95,7 +95,7 @@ def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
 
 def _inspection(path: str, values: dict[str, Any]) -> Inspection:
     from tvb_mergekit.store.facts import FACTS, FOLDER, TENSORS, Facts, read_facts
-    from tvb_mergekit.store.inspection import Inspection
+    from tvb_mergekit.store.report import Inspection
     from tvb_mergekit.store.store import load
     from tvb_mergekit.tensors.checkpoint import Checkpoint
 
@@ -206,7 +206,7 @@ def remove(store: str, task: str) -> None:
 def _tell(bases: Bases) -> None:
     """Print vectors, bytes and errors of a store after a change, and how to get tasks back."""
     from tvb_mergekit.cli.inspect import forms, size_line
-    from tvb_mergekit.store.inspection import Inspection
+    from tvb_mergekit.store.report import Inspection
 
     found, held = Inspection(bases.facts, bases.tensors), counted(len(bases.tasks), "task vector")
     held = held if bases.whole else f"{counted(bases.num_bases, 'basis')} of {held}"

@@ -21,13 +21,12 @@ from tvb_mergekit.core.gram import Gram, GramSums
 from tvb_mergekit.core.settings import VARYING_KEYS, Settings
 from tvb_mergekit.errors import UserError, check_known
 from tvb_mergekit.store import is_store
-from tvb_mergekit.store.build import Warn, build_store, described
+from tvb_mergekit.store.build import Warn, build_store, described, planned_task, written
 from tvb_mergekit.store.change import Change, changing
-from tvb_mergekit.store.codecs import name_of_dtype, planned_task, written
-from tvb_mergekit.store.facts import Form, StoreFacts, check_files
+from tvb_mergekit.store.facts import Form, StoreFacts, check_files, name_of_dtype
 from tvb_mergekit.store.recipes import times
 from tvb_mergekit.store.report import measured
-from tvb_mergekit.store.store import Bases, load
+from tvb_mergekit.store.store import Bases, load, load_numbers
 from tvb_mergekit.tensors.merging import encoded_by, sums_of
 from tvb_mergekit.tensors.stream import Engine, Item, Part
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -230,14 +229,15 @@ def remove(path: str | os.PathLike[str], task: str) -> Bases:
         UserError: another kind of store, no such task, or the only one.
     """
     with changing(path) as change:
-        bases = load(change.store, vectors=False)  # which may be damaged
-        facts = bases.facts
+        facts = change.facts
+        assert facts is not None
         if not facts.whole:
             said = "no task can be taken out of bases; `tvb undo` takes back the last addition"
             raise UserError(f"{path}: {said}")
         if facts.tasks == [task]:
             raise UserError(f"{path}: {task!r} is its only task; delete the folder instead")
-        index, count = bases.index(task), len(facts.tasks) - 1
+        check_known(task, facts.tasks, f"no task {task!r} in {path}")
+        index, count = facts.tasks.index(task), len(facts.tasks) - 1
         try:
             check_files(change.store, facts.vectors[index].held)
         except UserError:
@@ -262,6 +262,7 @@ def remove(path: str | os.PathLike[str], task: str) -> Bases:
             "model_bytes": facts.model_bytes * count // (count + 1),
             "seconds": {"remove": 0.0},  # `Bases.sums` reads that G is a part of another
         }
-        tensors = {name: tensor[rest][:, rest] for name, tensor in bases.tensors.items()}
+        numbers = load_numbers(change.store, facts)
+        tensors = {name: tensor[rest][:, rest] for name, tensor in numbers.items()}
         change.commit(made, tensors)
     return load(change.store)

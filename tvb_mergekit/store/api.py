@@ -23,7 +23,7 @@ from torch import Tensor
 from tvb_mergekit import hub
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.settings import VARYING_KEYS, check_tasks, check_value, resolve_settings
-from tvb_mergekit.errors import UserError, check_known, check_names
+from tvb_mergekit.errors import UserError, check_known
 from tvb_mergekit.store.add import add_task, remove
 from tvb_mergekit.store.build import build_store, kept_share
 from tvb_mergekit.store.change import undo
@@ -226,15 +226,13 @@ def _inputs(
 ) -> TaskSet:
     """The models as a task set, with lines on what is left out of them appended to `told`."""
     found, tasks, given = open_model(base), list(models), _plain(settings)
-    sources = [open_model(model) for model in models.values()]
-    names = [name_of(model, task) for task, model in models.items()]
-    check_tasks(tasks, names)
+    check_tasks(tasks, names := [name_of(model, task) for task, model in models.items()])
     for task in weights:
         check_known(task, tasks, f"`weights` names the unknown task {task!r}")
     resolved = resolve_settings("basis_ta", given, tasks)
     if not resolved.names_a_basis:
         resolved = resolved.but(basis="none")
-    made, notes = match(found, sources, tasks, resolved)
+    made, notes = match(found, [*map(open_model, models.values())], tasks, resolved)
     told += notes
     made.weights = [check_value("weight", weights.get(task, 1.0)) for task in tasks]
     made.base_model, made.models = name_of(base, "base"), names
@@ -246,11 +244,7 @@ def _inputs(
 def open_model(model: Model) -> Weights:
     """A model's tensors."""
     if isinstance(model, Mapping):
-        for name, value in model.items():
-            if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided):
-                raise UserError(f"`{name}` of a state dict: expected a dense tensor with data")
         return StateDict(model)
-    check_names(model)
     model = hub.local(model)
     if not os.path.exists(model):
         raise UserError(f"model {model}: no such folder or file (from {os.getcwd()})")

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import pydantic
 import torch
@@ -176,6 +176,11 @@ def _checksum(facts: Mapping[str, Any]) -> str:
     """xxh3_128 of JSON with sorted keys, without blanks, in ASCII."""
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128(text.encode("ascii")).hexdigest()
+
+
+def name_of_dtype(dtype: torch.dtype) -> DtypeName:
+    """The name of a dtype. `Form` refuses all that a store cannot have."""
+    return cast(DtypeName, str(dtype).removeprefix("torch."))
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

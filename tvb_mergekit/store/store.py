@@ -19,7 +19,7 @@ from torch import Tensor
 from tvb_mergekit.core.basis import Combination, over_bases
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.settings import GLOBAL_KEYS, MERGING_KEYS, Settings, resolve_settings
-from tvb_mergekit.errors import UserError, hint
+from tvb_mergekit.errors import UserError, check_known
 from tvb_mergekit.store import STORE, is_store
 from tvb_mergekit.store.facts import StoreFacts, Vector, check_files, read_facts
 from tvb_mergekit.tensors.adapter import Adapter
@@ -116,10 +116,8 @@ class Bases:
 
     def index(self, task: str) -> int:
         """The column of a task. Raise UserError for an unknown task."""
-        if task in self.tasks:
-            return self.tasks.index(task)
-        known = f"{hint(task, self.tasks)}; tasks: {', '.join(self.tasks)}"
-        raise UserError(f"no task {task!r} in {self.place}{known}")
+        check_known(task, self.tasks, f"no task {task!r} in {self.place}")
+        return self.tasks.index(task)
 
     def stored_name(self, name: str | None) -> str | None:
         """The name under which the vectors hold the base's tensor `name`; None: they do not."""
@@ -213,26 +211,29 @@ def combined(
     return made
 
 
-def load(path: str | os.PathLike[str], checksums: bool = False, vectors: bool = True) -> Bases:
+def load(path: str | os.PathLike[str], checksums: bool = False) -> Bases:
     """Open a store.
 
     Args:
         checksums: compare those of all files; else vectors of the recorded size are trusted.
-        vectors: open them; else they may be damaged.
 
     Raises:
         UserError: no store, or a file that is missing, damaged or of another vector.
     """
-    folder, sources = Path(path), list[Weights]()
+    folder = Path(path)
     facts = read_store(folder)
-    check_files(folder, [facts.numbers], checksums=True)  # everything is computed from them
-    if vectors:
-        check_files(folder, facts.held.values(), checksums)
-        sources = [open_vector(folder, vector, None) for vector in facts.vectors]
-    for vector, source in zip(facts.vectors, sources, strict=vectors):
+    check_files(folder, facts.held.values(), checksums)
+    sources = [open_vector(folder, vector, None) for vector in facts.vectors]
+    for vector, source in zip(facts.vectors, sources, strict=True):
         if vector.codec != "adapter" and source.tensors.keys() != {*facts.tensors}:
             raise UserError(f"{folder}: {vector.name} has other tensors than {STORE} says")
-    return Bases(facts, load_file(folder / facts.numbers.file), sources, folder)
+    return Bases(facts, load_numbers(folder, facts), sources, folder)
+
+
+def load_numbers(folder: Path, facts: StoreFacts) -> dict[str, Tensor]:
+    """Encoder, decoder and G. Everything is computed from them, so their checksum is compared."""
+    check_files(folder, [facts.numbers], checksums=True)
+    return load_file(folder / facts.numbers.file)
 
 
 def open_vector(store: Path, vector: Vector, base: Weights | None) -> Weights:
