@@ -256,7 +256,7 @@ def remove(path: str | os.PathLike[str], task: str) -> Bases:
             "num_bases": count,
             "basis_weights": [1.0] * count,
             "parameters": {**facts.parameters, "weights": without(facts.parameters["weights"])},
-            "norms": without(facts.norms),
+            "norms": without(facts.norms) | {"base": facts.norms["base"]},
             "errors": without(facts.errors),
             "fingerprints": without(facts.fingerprints, facts.models[index]),
             "model_bytes": facts.model_bytes * count // (count + 1),

@@ -135,7 +135,7 @@ def add(
 
 
 def _temporary(make: Callable[[Path], Bases], old: Bases | None = None) -> Bases:
-    """What `make` does to a copy of a store in a folder that goes with the bases."""
+    """A copy of a store after `make`, in a folder that goes with the bases."""
     folder = Path(tempfile.mkdtemp(prefix="tvb-"))
     try:
         if old is not None:

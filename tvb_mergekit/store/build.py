@@ -159,16 +159,13 @@ def planned_task(inputs: TaskSet, number: int, dtype: torch.dtype | None, share:
     near = [i for part, i in parts if i.base and part.dtype == i.base.dtype in MANTISSA]
     # At least half of a lossless model has the base's 16-bit dtype.
     fits = model and 2 * sum(i.numel for i in near) >= sum(i.numel for _, i in parts)
-    if share and (not model or (stored and share == 1)):
-        said = f"`{name}` is an adapter or a vector of a store: list a model"
-        raise UserError(f"--lossless and --keep keep entries of models, and {said}")
+    if share and (not model or (share == 1 and (stored or not fits))):
+        raise UserError(
+            "--keep needs models, and --lossless models in bfloat16 or float16 like the base: "
+            f"`{name}` has another dtype, or is an adapter or a vector of a store"
+        )
     if 0 < share < 1:
         return Form(name=name, codec="sampled", share=share)
-    if share == 1 and not fits:
-        said = f"`{name}` is not: save all in bfloat16, or build with --keep 0.25"
-        raise UserError(
-            f"--lossless needs a base and models in bfloat16, or all in float16, and {said}"
-        )
     if share == 1 or (dtype is None and fits and not stored):
         widest = functools.reduce(torch.promote_types, [part.dtype for part, _ in parts])
         own = name_of_dtype(widest if widest in MANTISSA else torch.float32)

@@ -197,7 +197,7 @@ class Bases:
 def combined(
     bases: Bases | None, tasks: TaskSet, engine: Engine, inner: bool = False
 ) -> Combination:
-    """What a merge combines: all bases of a store, or the basis of task vectors; see `build_basis`.
+    """The vectors of a merge: all bases of a store, or the basis of task vectors (`build_basis`).
 
     PCA's mean is the last input of a merge that reconstructs a task.
     """
