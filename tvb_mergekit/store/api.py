@@ -37,6 +37,7 @@ from tvb_mergekit.tensors.taskset import UNCHANGED, TaskSet, match
 
 Model = Mapping[str, Tensor] | str | os.PathLike[str]
 Device = torch.device | str
+StorePlace = Bases | str | os.PathLike[str] | None
 __all__ = ["add", "build", "load", "merge", "reconstruct", "remove", "undo"]
 
 
@@ -83,14 +84,11 @@ def build(
     def make(place: str | os.PathLike[str]) -> Bases:
         return build_store(inputs, place, Engine(device_of(device)), dtype, share, told.append)
 
-    made = _temporary(make) if out is None else make(out)
-    for line in told:
-        warnings.warn(line, stacklevel=2)
-    return made
+    return _at(out, make, told)
 
 
 def add(
-    bases: Bases | str | os.PathLike[str] | None,
+    bases: StorePlace,
     base: Model,
     model: Model,
     task: str,
@@ -125,28 +123,31 @@ def add(
         engine, own = Engine(device_of(device)), dtype or (torch.float32 if bases is None else None)
         return add_task(place, inputs_for, engine, budget, compress, own, told.append)
 
-    if bases is None or (isinstance(bases, Bases) and bases.temporary):
-        grown = _temporary(make, bases)
+    return _at(bases, make, told)
+
+
+def _at(place: StorePlace, make: Callable[[Any], Bases], told: list[str]) -> Bases:
+    """The bases that `make` gives at a place of the user, or in a folder that goes with them.
+
+    Bases in such a folder are copied first. Each line of `told` becomes a warning.
+    """
+    old = place if isinstance(place, Bases) else None
+    if place is not None and not (old and old.temporary):
+        made = make(old.path if old else place)
     else:
-        grown = make(bases.path if isinstance(bases, Bases) else bases)
+        folder = Path(tempfile.mkdtemp(prefix="tvb-"))
+        try:
+            if old is not None:
+                shutil.copytree(old.path, folder, copy_function=os.link, dirs_exist_ok=True)
+            made = replace(make(folder), temporary=True)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        weakref.finalize(made, shutil.rmtree, folder, ignore_errors=True)
+        for source in made.sources:
+            vars(source)["bases"] = made  # so that the folder stays as long as one of them
     for line in told:
-        warnings.warn(line, stacklevel=2)
-    return grown
-
-
-def _temporary(make: Callable[[Path], Bases], old: Bases | None = None) -> Bases:
-    """A copy of a store after `make`, in a folder that goes with the bases."""
-    folder = Path(tempfile.mkdtemp(prefix="tvb-"))
-    try:
-        if old is not None:
-            shutil.copytree(old.path, folder, copy_function=os.link, dirs_exist_ok=True)
-        made = replace(make(folder), temporary=True)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    weakref.finalize(made, shutil.rmtree, folder, ignore_errors=True)
-    for source in made.sources:
-        vars(source)["bases"] = made  # so that the folder stays as long as one of them
+        warnings.warn(line, stacklevel=3)  # at the caller of `build` or `add`
     return made
 
 

@@ -49,7 +49,6 @@ from tvb_mergekit.tensors.stream import Engine
 from tvb_mergekit.tensors.taskset import TaskSet
 
 LOG = logging.getLogger(__name__)
-LEAST_SHARE = 1e-6
 # Basis of a store -> the compression of `tvb add`. Bases of others cannot grow.
 COMPRESSED_BY = {
     **dict.fromkeys(EVEN, "balanced"),
@@ -64,8 +63,8 @@ def kept_share(lossless: bool, keep: float | None, dtype: object) -> float:
         raise UserError("choose one of --lossless, --keep and --dtype")
     if keep is None:
         return float(lossless)
-    if not LEAST_SHARE <= keep < 1:
-        raise UserError(f"--keep {keep:g}: expected a share from {LEAST_SHARE:g} to below 1")
+    if not 1e-6 <= keep < 1:
+        raise UserError(f"--keep {keep:g}: expected a share from 1e-06 to below 1")
     return round(keep * 2**32) / 2**32
 
 
