@@ -100,16 +100,15 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
     from tvb_mergekit.tensors.checkpoint import Checkpoint
 
     if os.path.isfile(path):
-        engine, document = cli.engine_of(values), cli.read_recipe(path)
-        options = cli.model_options(values)
-        from tvb_mergekit.plugin.inputs import inputs_of_merge
-        from tvb_mergekit.plugin.planner import plan_only
-        from tvb_mergekit.store.build import inspect_inputs
+        device, document = str(cli.device_of(values["device"])), cli.read_recipe(path)
+        from tvb_mergekit.plugin.planner import planned
 
-        if document.recipe.store is None:
-            inputs = inputs_of_merge(document, options)
-            return Inspection(*inspect_inputs(inputs, engine), built=False)
-        plan_only(document, options)  # compares the base
+        options = cli.model_options(values, device=device, quiet=values["quiet"])
+        with planned(document, options) as plan:  # compares the base of a store
+            if document.recipe.store is None:
+                plan.build(inner=True)
+                plan.warn()
+                return Inspection(*plan.report(), built=False)
         path = document.recipe.store.place
     if (Path(path) / FOLDER / FACTS).is_file():
         facts = read_facts(Path(path, FOLDER, FACTS), Facts)

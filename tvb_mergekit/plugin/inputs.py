@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,8 +23,6 @@ from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN
 from tvb_mergekit.tensors.merging import build_basis, merged_factors
 from tvb_mergekit.tensors.output import check_output_folder, staged
 from tvb_mergekit.tensors.taskset import TaskSet
-
-LOG = logging.getLogger(__name__)
 
 
 class Options(MergeOptions):
@@ -51,19 +48,6 @@ def read_inputs(document: Document, options: Options, names: Sequence[str] = ())
     if not found.items:
         raise UserError(NO_TENSOR)
     return found
-
-
-def inputs_of_merge(document: Document, options: Options) -> TaskSet:
-    """As `read_inputs`, and of recipes that only a merge takes, such as slices."""
-    try:
-        return read_inputs(document, options)
-    except UserError as error:
-        tasks = plan_only(document, options).tasks  # raises if a merge is refused
-        if not tasks.items:
-            raise
-        LOG.warning("not for `tvb build`: %s", error)
-    tasks.varying = document.varying
-    return tasks
 
 
 def check_for_store(document: Document, what: str = "a store") -> None:

@@ -286,6 +286,10 @@ class Plan:
         else:
             merging.merge_items(self.basis, items, sink, self.engine)
         self.tasks.check_unchanged()
+        self.warn()
+
+    def warn(self) -> None:
+        """Warn of suspicious task vectors, by what is known of G."""
         if isinstance(self.basis, Basis):
             models = dict(zip(self.basis.tasks, self.tasks.models, strict=True))
             for line in warnings(self.basis, models):

@@ -23,19 +23,18 @@ import xxhash
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Step, warnings
-from tvb_mergekit.core.gram import check_copied
 from tvb_mergekit.core.settings import EVEN
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.change import Change, slugs
 from tvb_mergekit.store.export import write_original
-from tvb_mergekit.store.facts import Facts, Form, Vector, name_of_dtype, record_of, write_tensors
+from tvb_mergekit.store.facts import Form, Vector, name_of_dtype, record_of, write_tensors
 from tvb_mergekit.store.gates import write_gates
-from tvb_mergekit.store.report import facts, measured, tensors_of
+from tvb_mergekit.store.report import facts, measured
 from tvb_mergekit.store.store import CONFIG, Bases, load
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.coding import MANTISSA, Draw, keep
-from tvb_mergekit.tensors.merging import check_matrices, encoded_by, sums_of
+from tvb_mergekit.tensors.merging import encoded_by, sums_of
 from tvb_mergekit.tensors.output import (
     MARKER,
     FolderWriter,
@@ -93,7 +92,10 @@ def build_store(
     check_output_folder(out)
     with staged(out) as folder:
         change, started = Change(folder, Path(os.path.realpath(out))), time.perf_counter()
-        forms, basis = planned(inputs, dtype, share), encoded(inputs, engine, warn)
+        forms = planned(inputs, dtype, share)
+        basis = encoded_by(inputs, sums_of(inputs, engine))
+        for line in warnings(basis, dict(zip(inputs.tasks, inputs.models, strict=True))):
+            warn(line)
         matrix = basis.weighted_encoder
         if basis.settings.basis == "none":  # task vectors are stored without their weights
             matrix = torch.eye(len(basis.tasks), dtype=torch.float64)
@@ -108,30 +110,6 @@ def build_store(
         numbers["gram"] = basis.sums.gram
         change.commit(described(inputs, basis, vectors, squares) | more, numbers)
     return load(change.home)
-
-
-def inspect_inputs(inputs: TaskSet, engine: Engine = Engine()) -> tuple[Facts, dict[str, Tensor]]:
-    """The facts and numbers of a build, without building.
-
-    Raises:
-        UserError: NaN or infinity, also in a tensor of the base that a merge copies.
-    """
-    base, settings = inputs.base, inputs.settings
-    taking_part = {(item.base and item.base.name) or item.name for item in inputs.items}
-    for name, info in base.tensors.items():
-        if name not in taking_part and name not in inputs.tied and info.dtype.is_floating_point:
-            check_copied(name, base.tensor(name), settings.excludes(name))
-    check_matrices(settings, inputs.items)
-    basis = encoded(inputs, engine, LOG.warning)
-    return facts(inputs, basis, {}), tensors_of(basis)
-
-
-def encoded(inputs: TaskSet, engine: Engine, warn: Warn) -> Basis:
-    """The basis of the inputs, by G; with warnings about doubtful models."""
-    basis = encoded_by(inputs, sums_of(inputs, engine))
-    for line in warnings(basis, dict(zip(inputs.tasks, inputs.models, strict=True))):
-        warn(line)
-    return basis
 
 
 def planned(inputs: TaskSet, dtype: torch.dtype | None, share: float) -> list[Form]:
