@@ -27,6 +27,7 @@ from tvb_mergekit.store.store import Bases, load, read_store
 from tvb_mergekit.tensors import ranks
 
 LOG = logging.getLogger(__name__)
+LOCK = ".lock"
 KINDS = ("vectors", "gates", "files")  # folders; of `files` each entry is a folder, too
 
 
@@ -63,6 +64,7 @@ class Change:
             new["base_beside"] = os.path.relpath(os.path.realpath(base), self.home)
         new |= {"numbers": record_of(self.store, self._numbers), "previous": before}
         facts = StoreFacts.model_validate(new)
+        (self.store / LOCK).touch()  # that of a new store, so that a refused change adds no file
         write_facts(self.store / STORE, facts)
         if self.facts and self.facts.previous:
             for old in self.facts.previous.held.keys() - facts.held.keys() - self.facts.held.keys():
@@ -90,7 +92,7 @@ def changing(path: str | os.PathLike[str]) -> Iterator[Change]:
     """
     store = Path(os.path.realpath(path))
     read_store(store)  # raises: a lock would make the folder
-    lock = filelock.FileLock(store / ".lock")
+    lock = filelock.FileLock(store / LOCK)
     try:
         held = lock.acquire(timeout=0)
     except filelock.Timeout:
