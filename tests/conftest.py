@@ -14,7 +14,7 @@ from worlds import FAMILIES, Models
 
 ROOT = Path(__file__).resolve().parent.parent
 # A source distribution has no models, adapters and studies.
-needing = ("golden", "house", "manual", "recipes", "score", "store_recipes", "tune")
+needing = ("golden", "house", "manual", "score", "store_recipes", "tune")
 collect_ignore = [] if (ROOT / "evals").is_dir() else [f"test_{name}.py" for name in needing]
 
 

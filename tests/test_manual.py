@@ -1,10 +1,12 @@
-"""Every block of commands and of Python in README and manual, typed page by page, in order.
+"""Every block of commands and of Python in README and manual, typed page by page, in order; and
+the recipes.
 
 A page is typed in one folder, which holds small models under the names of the manual. bash splits
 the lines, and the commands run in this process. What takes longer is parsed by its own command;
 `slow` runs it too, with the installed commands.
 """
 
+import importlib
 import itertools
 import json
 import os
@@ -30,6 +32,7 @@ from click.testing import CliRunner
 from commands import recipe
 from lm_eval._cli import HarnessCLI
 from mergekit.scripts import run_yaml
+from safetensors.torch import load_file
 from test_lora import train
 from tiny import family, llama, load
 from torch.distributed.run import get_args_parser
@@ -37,10 +40,12 @@ from transformers import AutoModelForCausalLM
 
 import tvb_mergekit
 from tvb_mergekit.cli.commands import main
+from tvb_mergekit.core.settings import resolve_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-ADAPTERS = ROOT / "recipes/smollm2/adapters"
+RECIPES = ROOT / "recipes"
+ADAPTERS = RECIPES / "smollm2/adapters"
 NAMES = ("math", "code", "safety", "legal", "chat", "new-model", "first", "old")
 DATA = " ".join(f"--data {task}={task}.jsonl" for task in NAMES[:3])
 # Page -> what it says was done before
@@ -82,7 +87,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
     make_models(folder, NAMES)
     ignored = shutil.ignore_patterns("adapters")
-    shutil.copytree(ROOT / "recipes", folder / "recipes", ignore=ignored)
+    shutil.copytree(RECIPES, folder / "recipes", ignore=ignored)
     shutil.copytree(folder / "base", folder / "smollm2-base")
     shipped = [f"recipes/smollm2/adapters/{task}" for task in os.listdir(ADAPTERS)]
     for seed, name in enumerate(("code-adapter", "new-adapter", *shipped)):
@@ -181,14 +186,14 @@ def test_a_page_as_it_is_typed(page, slow, prepared, tmp_path, monkeypatch):
             in_process(["mergekit-yaml", f"{number}.yml", f"out-{number}"])
     if slow and page == "README.md":
         (score,) = re.findall(r"^\|quickstart\|.*\|([\d.]+)\|±", said, re.M)
-        table = (ROOT / "recipes/README.md").read_text()
+        table = (RECIPES / "README.md").read_text()
         (told,) = re.findall(r"^\| quickstart\.yml \| ([\d.]+) ", table, re.M)
         assert float(score) == pytest.approx(float(told), abs=0.01)
 
 
 def test_every_block_is_typed() -> None:
     """Pages that have blocks are listed, and no reason is left over."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "recipes/README.md"]
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), RECIPES / "README.md"]
     blocks = {
         page: re.findall(r"^```(?:bash|python)\n(.*?)^```", page.read_text(), re.M | re.S)
         for page in pages
@@ -196,3 +201,48 @@ def test_every_block_is_typed() -> None:
     assert {str(page.relative_to(ROOT)) for page, found in blocks.items() if found} == {*PAGES}
     text = "".join(itertools.chain(*blocks.values()))
     assert all(re.search(f"({each})", text) for each in NEVER)
+
+
+# Recipes (merges: test_golden.py), and what is shipped with them
+
+# M, if it is not half of T
+BASES = {"quickstart-forget": 6, "mergebench-llama3.2-3b-forget": 3, "mistral-7b-qlora": 5}
+
+
+def test_every_recipe_is_valid_and_says_its_command() -> None:
+    readme = (RECIPES / "README.md").read_text()
+    for path in (*RECIPES.glob("*.yml"), RECIPES / "smollm2/merge.yml"):
+        text, place = path.read_text().replace("\\\n#", ""), path.relative_to(RECIPES)
+        said = yaml.safe_load(text)
+        own = [(model.get("parameters", {}), model["model"]) for model in said["models"]]
+        tasks = [keys.get("task") or Path(model).name for keys, model in own]
+        settings = resolve_settings(said["merge_method"], said["parameters"], tasks)
+        assert settings.bases_of(len(tasks)) == BASES.get(path.stem, len(tasks) // 2)
+        command = rf"^# +(mergekit-yaml recipes/{place} \./merged.*)$"
+        (words,) = re.findall(command, text, re.M)
+        in_process(shlex.split(words), parsed=True)
+        assert f"[{place}]({place})" in readme
+
+
+def test_shipped_adapters_are_those_of_the_recipe() -> None:
+    said = yaml.safe_load((RECIPES / "smollm2/merge.yml").read_text())
+    folders = {ROOT / model["model"].split("+")[1] for model in said["models"]}
+    assert folders == {*ADAPTERS.iterdir()} and len(folders) == 8
+    for folder in folders:
+        weights = load_file(folder / "adapter_model.safetensors")
+        assert all(t.isfinite().all() and t.any() for t in weights.values())
+        assert len(weights) == 2 * 7 * 30
+
+
+def test_held_out_items_are_right_and_disjoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECIPES / "quickstart")
+    made = importlib.import_module("make_models")
+    assert list(made.TASKS) == "copy reverse sort upper shift max double sum".split()
+    for task, functions in made.TASKS.items():
+        for split, suffix, count in (("test", "", 200), ("val", ".val", 100)):
+            file = RECIPES / "quickstart/eval/data" / f"{task}{suffix}.jsonl"
+            items = [json.loads(line) for line in file.read_text().splitlines()]
+            texts = [item["prompt"].removeprefix(f"{task}:").removesuffix("=") for item in items]
+            assert len(set(texts)) == count
+            assert {made.split_of(text) for text in texts} == {split}  # none is trained on
+            assert [item["answer"] for item in items] == [functions.right(text) for text in texts]

@@ -376,7 +376,7 @@ def test_the_same_bits(name, several_chunks, tmp_path):
     assert here <= there and there - here == gone
 
 
-# Whole commands (`mergekit-yaml` runs recipes in test_recipes.py)
+# Whole commands (`mergekit-yaml`: test_manual.py)
 
 
 @pytest.mark.parametrize("command", ["tvb merge", "mergekit-multi"])

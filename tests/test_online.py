@@ -292,7 +292,7 @@ FILTERS = [{"filter": "mlp", "value": 1}, {"value": 0.5}]
 @pytest.mark.parametrize("given", [0.8, None, FILTERS])
 def test_a_lambda_of_bases_keeps_its_meaning_when_the_store_grows(given, tmp_path, world):
     """Also over the exported recipes, whose sum is then that of all task vectors."""
-    made, store = world("six"), tmp_path / "s"
+    made, store = world("llama"), tmp_path / "s"
     keys = {"basis": "balanced", "num_bases": 2} | ({} if given is None else {"lambda": given})
     made.build(store, tasks=made.tasks[:4], **keys)
     before = ready(store, "add")["parameters"]

@@ -25,7 +25,7 @@ from tvb_mergekit.store import api
 from tvb_mergekit.store import store as stores
 from tvb_mergekit.store.store import Bases
 
-THREE, SIX = TASKS[:3], (*TASKS, "poems")
+THREE = TASKS[:3]
 CAUSAL, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TIED = partial(llama, tie_word_embeddings=True)
@@ -355,7 +355,6 @@ ARCHITECTURES: dict[str, Callable[[Path], Models]] = {
 FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
     "llama": partial(hub, llama, tasks=TASKS),
     "gpt2": partial(hub, gpt2, tasks=TASKS),
-    "six": partial(hub, llama, tasks=SIX),
     "bf16": partial(
         hub, llama, tasks=TASKS, dtypes=(torch.bfloat16,), scale=0.002, max_shard_size="30KB"
     ),
