@@ -121,7 +121,6 @@ CASES = {
     # how many models
     "many models": Case("many models", TA, {**BY_TASKS, "lambda": 0.1},
         args=("--out-shard-size", "30K")),
-    "same models, balanced": Case("twins", TA, BALANCED),
     # keys
     "lambda by filter": varied(TA, {**PCA, **SCALED}, "lambda", True),
     "lambda by layer, ties": varied(TIES, {**PCA, **SCALED, "merge_func": "mean"}, "lambda", False),

@@ -4,7 +4,6 @@ The fixture `world` makes each family once a session; tests do not change its fi
 """
 
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -165,15 +164,6 @@ def mixed_formats(folder: Path) -> Models:
     turned = {n: t.t().contiguous().t() if t.dim() == 2 else t for n, t in made.states[0].items()}
     torch.save(turned, made.base / "pytorch_model.bin")
     as_bin(Path(made.listed[1]), 3)
-    return made
-
-
-def twins(folder: Path) -> Models:
-    """Two models are the same: the Gram matrix has a deficient rank."""
-    made = hub(llama, folder)
-    for file in Path(made.listed[0]).glob("model*"):
-        shutil.copy(file, made.listed[1])
-    made.states[2] = made.states[1]
     return made
 
 
@@ -362,7 +352,6 @@ FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
         hub, llama, tasks=TASKS, dtypes=MIXED, scale=0.002, max_shard_size="40KB"
     ),
     "three layers": partial(hub, THREE_LAYERS, tasks=TASKS),
-    "twins": twins,
     "many models": partial(hub, llama, tasks=[f"task{n}" for n in range(14)], scale=0.005),
     "mixed formats": mixed_formats,
     "tied": tied,
