@@ -33,11 +33,8 @@ _OLD = {
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 MLP = re.compile(r"^(?:.*?\.)?(?:mlp|ffn|feed_forward)(?=\.)")
 LAYER = re.compile(r"^((.*?)\.(\d+))\.")  # beginning of the names in a layer: module, number
-# Maps from an attention's inputs to its values, alone or with queries and keys
-_VALUES = re.compile(
-    r"\b(v_proj|value|v_lin|v|c_attn|query_key_value|qkv|qkv_proj|Wqkv|in_proj|kv_a_proj_with_mqa)"
-    r"\.weight$"
-)
+# Matrices of an attention that see tokens: not relative positions, nor what few models use
+_ATTENTION = re.compile(r"(?i)^(?!.*(\b(pos|rel)\w*_|_global\.)).*\.\w*att(ention|n)\w*\.")
 
 # Keys of configurations that change what equal weights compute
 OF_FUNCTION = re.compile(
@@ -64,8 +61,8 @@ def is_linear(name: str, dimensions: int) -> bool:
 def looked_at(matrices: Sequence[str]) -> list[list[str]]:
     """The linear maps whose inputs show the task of a prompt, best first.
 
-    Those to an attention's values in the first half of the layers, all linear maps there, and all
-    of the model. The longest stack of layers counts; the first of equals, such as an encoder.
+    Those of the attention in the first half of the layers, all linear maps there, and all of the
+    model. The longest stack of layers counts; the first of equals, such as an encoder.
     """
     places = {name: match for name in matrices if (match := LAYER.match(name))}
     depths = dict[str, int]()  # of each stack
@@ -73,7 +70,7 @@ def looked_at(matrices: Sequence[str]) -> list[list[str]]:
         depths[match[2]] = max(depths.get(match[2], 0), 1 + int(match[3]))
     stack = max(depths, key=depths.__getitem__, default="")
     near = [n for n, m in places.items() if m[2] == stack and 2 * int(m[3]) < depths[stack]]
-    return [[name for name in near if _VALUES.search(name)], near, [*matrices]]
+    return [[name for name in near if _ATTENTION.search(name)], near, [*matrices]]
 
 
 def renamed(

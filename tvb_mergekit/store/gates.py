@@ -2,8 +2,8 @@
 
 The gate of a task and a matrix holds the first right singular vectors of the task's difference, k
 rows [k, inputs]: what training has seen there. `tvb build` and `tvb add` keep them, which a sample
-has lost. In `looked_at` lie few matrices, and so the gates take less than a hundredth of the bytes
-of a lossless model.
+has lost. In `looked_at` lie few matrices, and so the gates take about a hundredth of the bytes of a
+lossless model.
 """
 
 from __future__ import annotations
