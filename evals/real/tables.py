@@ -28,7 +28,7 @@ from real.plan import MODELS
 from real.theory import bounds
 
 TITLES = {"full": "full, 12 tasks", "full-8": "full, 8 tasks", "lora16": "rank 16, 12 tasks",
-          "lora4-8": "rank 4, 8 tasks"}  # fmt: skip
+          "lora4-8": "rank 4, 8 tasks", "peft4-8": "rank 4, begun at random"}  # fmt: skip
 BASES = ("none", "groups", "balanced", "ae", "rand_select", "pca", "rand_proj", "sample")
 NAMES = {"none": "all task vectors", "sample": "samples of 5 %"}
 DRAWS = 9999

@@ -38,12 +38,12 @@ from real.model import bucketed, drawn, encode, endings, evaluate, loss
 from real.tasks import SHIPPED, TASKS, read
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"  # of the base, in adapters
-BATCH = {"full": 16, "lora16": 4, "lora4": 4}  # small ones cost nothing where few weights move
+BATCH = {"full": 16, "lora16": 4, "lora4": 4, "peft4": 4}  # small ones where few move
 SLOW = {"banking77", "nl2bash", "geoquery_sql", "multi30k_en_de"}  # half as large, if in full
 EVERY = 400  # examples between evaluations
 VALIDATED = 100  # validation items of an evaluation
 LENGTH = 1.5  # of adapters at the start: a low rank has a part of the specialist's length
-RATES = {"full": 4e-5, "lora16": 3e-4, "lora4": 3e-4}
+RATES = {"full": 4e-5, "lora16": 3e-4, "lora4": 3e-4, "peft4": 1e-3}
 # About an hour on two cores for all twelve: more for tasks that learn slowly, fewer for long items.
 # Adapters see a third.
 EXAMPLES = {"sst2": 1000, "trec": 1500, "snli_small": 1000, "banking77": 1500, "snips_slots": 2000,
@@ -76,16 +76,20 @@ def load(training: Training, out: Path, device: str) -> Any:
 
     Adapters begin as the leading singular vectors of the full specialist's difference. These answer
     to inputs of the task alone, where random ones answer to all inputs and disturb other tasks.
+    `peft4` begins at random all the same, as PEFT's do.
     """
     torch.manual_seed(zlib.crc32(training.name.encode()))
     model = AutoModelForCausalLM.from_pretrained(out / "base", dtype=torch.float32).to(device)
     if training.kind == "full":
         return model
-    rank = int(training.kind.removeprefix("lora"))
+    rank = int(training.kind[4:])
     config = LoraConfig(
         r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
     )
     model = get_peft_model(model, config)
+    model.peft_config["default"].base_model_name_or_path = NAME
+    if training.kind == "peft4":
+        return model
     whole = out / f"seed{training.seed}/full/{training.task}/model.safetensors"
     full = load_file(whole, device)
     state, own = model.state_dict(), "lora_A.default.weight"
@@ -96,7 +100,6 @@ def load(training: Training, out: Path, device: str) -> Any:
         root = (LENGTH * s[:rank] / 2).sqrt()  # lora_alpha / rank is 2
         state[key].copy_((v[:, :rank] * root).T)
         state[key.replace("lora_A", "lora_B")].copy_(u[:, :rank] * root)
-    model.peft_config["default"].base_model_name_or_path = NAME
     return model
 
 
@@ -173,7 +176,7 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
               help="Folder of the base and all specialists.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True)
 @click.option("--kind", type=click.Choice([*BATCH]), default="full", show_default=True,
-              help="Adapters begin as the full specialist of their seed.")  # fmt: skip
+              help="lora4 and lora16 begin as the full specialist of their seed.")  # fmt: skip
 @click.option("--task", "some", type=click.Choice(TASKS), multiple=True, help="Default: all.")
 @click.option("--examples", type=int, default=3000, show_default=True, help="The most for a task.")
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -183,7 +186,7 @@ def main(
     """Train all specialists that are missing, and print their validation scores."""
     logging.disable_progress_bar()
     part = 1 if kind == "full" else 3
-    tasks = some or (SHIPPED if kind == "lora4" else TASKS)
+    tasks = some or (SHIPPED if kind in ("lora4", "peft4") else TASKS)
     every = [Training(seed, kind, t, min(EXAMPLES[t] // part, examples)) for t in tasks]
     missing = [training for training in every if not (out / training.name).exists()]
     click.echo(f"{len(missing)} of {len(every)} specialists are missing")
