@@ -12,12 +12,7 @@ from torch import Tensor
 
 from tvb_mergekit.core.basis import Step, build, warnings
 from tvb_mergekit.core.gram import SUMMED, GramSums, check_copied
-from tvb_mergekit.core.methods.ties import (
-    BINS,
-    count_magnitudes,
-    trim_elect_merge,
-    trim_thresholds,
-)
+from tvb_mergekit.core.methods.ties import BINS, count_magnitudes, trim_elect_merge, trim_thresholds
 from tvb_mergekit.core.settings import resolve_settings
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.passes import gram_pass

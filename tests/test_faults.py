@@ -96,11 +96,8 @@ def negate(parameters: Mapping[str, Any], *wants: str) -> Case:
 
 def slices(*sources: tuple[str, ...], **keys: object) -> dict[str, object]:
     """One slice per argument, of a layer each."""
-    pieces = [
-        {"sources": [{"model": m, "layer_range": [i, i + 1]} for m in listed], **keys}
-        for i, listed in enumerate(sources)
-    ]
-    return recipe() | {"models": None, "slices": pieces}
+    pieces = [[{"model": m, "layer_range": [i, i + 1]} for m in s] for i, s in enumerate(sources)]
+    return recipe() | {"models": None, "slices": [{"sources": each, **keys} for each in pieces]}
 
 
 ALL = ("./base", "./a", "./b", "./c")
@@ -368,22 +365,20 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert defaults == [1.0, 0.0, 0.4, 0.4, 1.0, 1.0]  # iso, negate, ta, ties, tsvm, wudi
 
 
-RESOLVED: list[tuple[str, dict[str, object], dict[str, object]]] = [
-    ("basis_ta", {"learning_rate": "1e-3"}, {"learning_rate": 1e-3}),
-    ("basis_ta", {"lambda": [0.1, "0.4"], "exclude": "embed|head"}, {"exclude": "embed|head"}),
-    ("basis_ties", {"density": {"value": 0.5}, "merge_func": "max"}, {"merge_func": "max"}),
-    ("basis_negate", {"forget": " math , 7", "alpha": 0}, {"forget": ("math", "7")}),
-    ("basis_wudi", {"flow_time": "exact"}, {"flow_time": "exact"}),
-    ("basis_negate", {"forget": 7, "alpha": "0.3"}, {"forget": ("7",)}),
+RESOLVED: list[tuple[str, dict[str, object], str, object]] = [
+    ("basis_ta", {"learning_rate": "1e-3"}, "learning_rate", 1e-3),
+    ("basis_ta", {"lambda": [0.1, "0.4"], "exclude": "embed|head"}, "exclude", "embed|head"),
+    ("basis_ties", {"density": {"value": 0.5}, "merge_func": "max"}, "merge_func", "max"),
+    ("basis_negate", {"forget": " math , 7", "alpha": 0}, "forget", ("math", "7")),
+    ("basis_negate", {"forget": 7, "alpha": "0.3"}, "forget", ("7",)),
+    ("basis_wudi", {"flow_time": "exact"}, "flow_time", "exact"),
 ]
 
 
 def test_values_are_resolved() -> None:
-    for method, given, expected in RESOLVED:
-        resolved = resolve_settings(method, given, TASKS)
-        for key, value in expected.items():
-            found = getattr(resolved, key)
-            assert found == value and type(found) is type(value), (method, given)
+    for method, given, key, value in RESOLVED:
+        found = getattr(resolve_settings(method, given, TASKS), key)
+        assert found == value and type(found) is type(value), (method, given)
     for key, value, want in (
         ("weight", "-0.5", -0.5),
         ("num_bases", np.int64(2), 2),
