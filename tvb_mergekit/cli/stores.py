@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,9 @@ from tvb_mergekit.errors import UserError, counted
 from tvb_mergekit.tensors import ranks
 
 if TYPE_CHECKING:
-    from tvb_mergekit.store.report import Inspection
+    from torch import Tensor
+
+    from tvb_mergekit.store.facts import Facts
     from tvb_mergekit.store.store import Bases
     from tvb_mergekit.tensors.taskset import TaskSet
 
@@ -77,25 +80,26 @@ def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
     from tvb_mergekit.cli.inspect import plot as draw
     from tvb_mergekit.cli.inspect import print_inspection
     from tvb_mergekit.figures import METADATA, can_draw
-    from tvb_mergekit.store.report import as_json
+    from tvb_mergekit.store.report import inspected
 
     target = Path(plot or "picture.png")  # checked before anything is read
     if target.suffix.lower()[1:] not in METADATA or not target.parent.is_dir():
         raise UserError(f"--plot {target}: name a .png, .svg or .pdf file in a folder that exists")
     if plot and not can_draw():
         raise UserError("--plot needs matplotlib: pip install 'tvb-mergekit[plot]'")
-    found = _inspection(path, values)
+    facts, tensors = _facts_of(path, values)
+    found = inspected(facts, tensors, built=not os.path.isfile(path))
     if plot:
-        draw(found, plot)
+        draw(facts, found, plot)
     if as_text:
-        click.echo(json.dumps(as_json(found), indent=2))
+        click.echo(json.dumps(found, indent=2))
     else:
-        print_inspection(found, Console(highlight=False))
+        print_inspection(facts, found, Console(highlight=False))
 
 
-def _inspection(path: str, values: dict[str, Any]) -> Inspection:
+def _facts_of(path: str, values: dict[str, Any]) -> tuple[Facts, Mapping[str, Tensor]]:
+    """The facts and numbers of a store, a merge or a recipe."""
     from tvb_mergekit.store.facts import FACTS, FOLDER, TENSORS, Facts, read_facts
-    from tvb_mergekit.store.report import Inspection
     from tvb_mergekit.store.store import load
     from tvb_mergekit.tensors.checkpoint import Checkpoint
 
@@ -108,14 +112,14 @@ def _inspection(path: str, values: dict[str, Any]) -> Inspection:
             if document.recipe.store is None:
                 plan.build(inner=True)
                 plan.warn()
-                return Inspection(*plan.report(), built=False)
+                return plan.report()
         path = document.recipe.store.place
     if (Path(path) / FOLDER / FACTS).is_file():
         facts = read_facts(Path(path, FOLDER, FACTS), Facts)
         held = Checkpoint.open(Path(path, FOLDER, TENSORS))
-        return Inspection(facts, {name: held.tensor(name) for name in held.tensors})
+        return facts, {name: held.tensor(name) for name in held.tensors}
     bases = load(path, checksums=True)
-    return Inspection(bases.facts, bases.tensors)
+    return bases.facts, bases.tensors
 
 
 @command("base", "device", *MODELS, "quiet", writes="store")
@@ -205,11 +209,10 @@ def remove(store: str, task: str) -> None:
 def _tell(bases: Bases) -> None:
     """Print vectors, bytes and errors of a store after a change, and how to get tasks back."""
     from tvb_mergekit.cli.inspect import forms, size_line
-    from tvb_mergekit.store.report import Inspection
 
-    found, held = Inspection(bases.facts, bases.tensors), counted(len(bases.tasks), "task vector")
+    held = counted(len(bases.tasks), "task vector")
     held = held if bases.whole else f"{counted(bases.num_bases, 'basis')} of {held}"
-    click.echo(f"{bases.path}: {held} ({forms(found)}), {size_line(found)}")
+    click.echo(f"{bases.path}: {held} ({forms(bases.facts)}), {size_line(bases.facts)}")
     if {vector.codec for vector in bases.facts.vectors} == {"lossless"}:
         click.echo("Every bit comes back: you may delete the models, but not the base.")
     elif known := [(e, task) for task, e in bases.facts.errors.items() if e is not None]:

@@ -25,7 +25,7 @@ from tvb_mergekit.store.build import Warn, build_store, described, planned_task,
 from tvb_mergekit.store.change import Change, changing
 from tvb_mergekit.store.facts import Form, StoreFacts, check_files, name_of_dtype
 from tvb_mergekit.store.recipes import times
-from tvb_mergekit.store.report import measured
+from tvb_mergekit.store.report import UNKNOWN, measured
 from tvb_mergekit.store.store import Bases, load, load_numbers
 from tvb_mergekit.tensors.merging import encoded_by, sums_of
 from tvb_mergekit.tensors.stream import Engine, Item, Part
@@ -200,7 +200,7 @@ def _round(
     )
     matrix, step = online.add_task(buffer, gram, budget, settings.basis, settings)
     tensors = {"encoder": step.encoder, "decoder": step.decoder}
-    more: dict[str, Any] = {"errors": dict.fromkeys(tasks), **measured((), None, gram)}
+    more: dict[str, Any] = {"errors": dict.fromkeys(tasks), **UNKNOWN}
     if step.gram is not None:
         tensors["gram"] = step.gram
         encoding = Gram.of(step.gram).encoding(step.encoder.numpy(), step.decoder.numpy())

@@ -29,7 +29,7 @@ from tvb_mergekit.store.change import Change, slugs
 from tvb_mergekit.store.export import write_original
 from tvb_mergekit.store.facts import Form, Vector, name_of_dtype, record_of, write_tensors
 from tvb_mergekit.store.gates import write_gates
-from tvb_mergekit.store.report import facts, measured
+from tvb_mergekit.store.report import UNKNOWN, facts
 from tvb_mergekit.store.store import CONFIG, Bases, load
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
@@ -232,7 +232,7 @@ def described(
         norms = basis.sums.scaled([1 / w for w in basis.weights]).norms
         made["errors"] = dict(zip(basis.tasks, map(lost, vectors, squares, norms), strict=True))
     if inputs.sampled:  # what is lost of the models is not known
-        made |= {"errors": dict.fromkeys(basis.tasks), **measured((), None, basis.sums.gram)}
+        made |= {"errors": dict.fromkeys(basis.tasks), **UNKNOWN}
     return made
 
 

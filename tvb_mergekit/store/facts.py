@@ -93,6 +93,10 @@ class Vector(Form):
     def held(self) -> list[StoredFile]:
         return [self.weights, *filter(None, [self.gates]), *self.files]
 
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.held)
+
 
 class Facts(Record):
     """All of a merge's `basis.json`. Keys with a default may be missing."""
@@ -145,6 +149,15 @@ class StoreFacts(Facts):
         """Every file of this state, by its place."""
         files = [file for vector in self.vectors for file in vector.held]
         return {each.file: each for each in [*files, self.numbers]}
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.held.values())
+
+    @property
+    def bits(self) -> list[float]:
+        """Mean bits of an element of each vector."""
+        return [8 * vector.bytes / max(self.num_parameters, 1) for vector in self.vectors]
 
 
 Kind = TypeVar("Kind", bound=Facts)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,11 +19,20 @@ from tvb_mergekit.core.encoders.balanced import completion
 from tvb_mergekit.core.gram import Encoding, Gram
 from tvb_mergekit.core.settings import MERGING_KEYS, VARYING_KEYS
 from tvb_mergekit.errors import counted, listed
-from tvb_mergekit.store import facts as files
-from tvb_mergekit.store.facts import FOLDER, Facts, StoreFacts
+from tvb_mergekit.store.facts import (
+    FACTS,
+    FOLDER,
+    TENSORS,
+    Facts,
+    StoreFacts,
+    write_facts,
+    write_tensors,
+)
 from tvb_mergekit.tensors.taskset import TaskSet
 
+PACKAGES = ("tvb-mergekit", "mergekit", "torch", "transformers", "safetensors")
 NUMBERS = ("gram", "eigenvalues", "encoder", "decoder", "reconstruction")
+UNKNOWN = dict.fromkeys(("loss", "spectral_bound", "retained_energy"))  # without G
 OURS = "[tvb-mergekit](https://pypi.org/project/tvb-mergekit/)"
 CITATION = (
     "If you use this model, please cite Zeng et al., Task Vector Bases: A Unified and Scalable "
@@ -49,7 +56,7 @@ def facts(
     varying = {k: v.copy().pop() if len(v) == 1 else sorted(v) for k, v in tunables.items()}
     found: dict[str, Any] = {
         "format_version": 1,
-        "versions": versions(),
+        "versions": {name: version(name) for name in PACKAGES},
         "method": basis.settings.method,
         "dtype": tasks.dtype,
         "left_out": dict(tasks.left_out),
@@ -74,24 +81,21 @@ def facts(
         "num_parameters": sums.num_parameters,
         "norms": dict(zip(("base", *basis.tasks), norms, strict=True)),
         "fingerprints": tasks.fingerprints,
-        **measured(basis.tasks, basis.encoding if sums.inner else None, sums.gram),
+        **(measured(basis.tasks, basis.encoding, sums.gram) if sums.inner else UNKNOWN),
     }
     return Facts.model_validate(found)
 
 
-def measured(tasks: Sequence[str], encoding: Encoding | None, gram: Tensor) -> dict[str, Any]:
-    """Loss, bound and retained energy, null without an encoding; and from G the errors of tasks.
+def measured(tasks: Sequence[str], encoding: Encoding, gram: Tensor) -> dict[str, Any]:
+    """Loss, bound, retained energy and the errors of tasks ||tau_hat - tau|| / ||tau|| by G.
 
-    They are ||tau_hat - tau|| / ||tau||, null of a zero vector.
+    The error of a zero vector is null.
     """
-    known = ("loss", "spectral_bound", "retained_energy")
-    found: dict[str, Any] = {name: encoding and getattr(encoding, name) for name in known}
-    if encoding is None:
-        return found
     lost = Gram.of(gram).errors(encoding.reconstruction.numpy()).tolist()
     pairs = zip(lost, gram.diagonal().sqrt().tolist(), strict=True)
     errors = [error / norm if norm else None for error, norm in pairs]
-    return found | {"errors": dict(zip(tasks, errors, strict=True))}
+    known = {name: getattr(encoding, name) for name in UNKNOWN}
+    return {**known, "errors": dict(zip(tasks, errors, strict=True))}
 
 
 def tensors_of(basis: Combination) -> dict[str, Tensor]:
@@ -109,8 +113,8 @@ def tensors_of(basis: Combination) -> dict[str, Tensor]:
 def write_report(model: Path, facts: Facts, tensors: Mapping[str, Tensor], with_card: bool) -> None:
     """Write both files into the folder of a merged model, and our section into its model card."""
     (model / FOLDER).mkdir()
-    files.write_tensors(model / FOLDER / files.TENSORS, tensors, {"format": "pt"})
-    files.write_facts(model / FOLDER / files.FACTS, facts)
+    write_tensors(model / FOLDER / TENSORS, tensors, {"format": "pt"})
+    write_facts(model / FOLDER / FACTS, facts)
     if with_card:
         card = model / "README.md"
         text = card.read_text(encoding="utf-8") if card.exists() else ""
@@ -160,104 +164,45 @@ def measures(facts: Facts) -> list[str]:
     return [] if facts.whole else [f"Retained energy {kept:.2f} %: {told}"]
 
 
-@cache
-def versions() -> dict[str, str | None]:
-    """The packages that a result depends on -> their versions."""
-    packages = ("tvb-mergekit", "mergekit", "torch", "transformers", "safetensors")
-    return {name: version(name) for name in packages}
+def inspected(facts: Facts, tensors: Mapping[str, Tensor], built: bool = True) -> dict[str, Any]:
+    """All that `tvb inspect` shows of a merge, a store or (not `built`) a recipe.
 
-
-@dataclass(frozen=True, eq=False)
-class Inspection:
-    """Facts and tensors of a merge, a store or (not `built`) a recipe, and derived numbers.
-
-    Without G of the task vectors `cosines` are None and `choices` are empty.
+    Plain JSON types, null if unknown; matrices are lists of rows.
     """
-
-    facts: Facts
-    tensors: Mapping[str, Tensor]
-    built: bool = True
-
-    @property
-    def store(self) -> StoreFacts | None:
-        return self.facts if isinstance(self.facts, StoreFacts) else None
-
-    @property
-    def whole(self) -> bool:
-        """Whether a store holds the task vectors themselves."""
-        return self.store is not None and self.store.whole
-
-    @property
-    def cosines(self) -> Tensor | None:
-        """Cosines [T, T] float64 between the task vectors; the diagonal is 1."""
-        if (gram := self.tensors.get("gram")) is None:
-            return None
+    store = facts if isinstance(facts, StoreFacts) else None
+    gram = tensors.get("gram")
+    cosines = None
+    if gram is not None:
         lengths = gram.diagonal().clamp(min=0).sqrt()
-        return (gram / lengths.outer(lengths)).nan_to_num(0.0).clamp(-1, 1).fill_diagonal_(1.0)
-
-    @property
-    def errors(self) -> Mapping[str, float | None]:
-        """||tau_hat - tau|| / ||tau|| by task; None where it is not known."""
-        return self.facts.errors or dict.fromkeys(self.facts.tasks)
-
-    @property
-    def row_sums(self) -> list[float]:
-        """The weight of each task in the sum that a merge adds, [T]: W_e v."""
-        encoder, facts = self.tensors["encoder"], self.facts
-        given = facts.parameters.get("basis_weights") or [1.0] * encoder.shape[1]
-        return (encoder @ encoder.new_tensor(given)).tolist()
-
-    @cached_property
-    def choices(self) -> list[dict[str, float]]:
-        """For each M = 1..T the best result of M bases, of any encoder and of balanced bases."""
-        if "gram" not in self.tensors:
-            return []
-        gram, found = Gram.of(self.tensors["gram"]), []
-        values = gram.values.tolist()
-        total = sum(values) or 1.0  # without any energy all of it is retained
-        for count, following in enumerate([*values[1:], 0.0], 1):
-            bound = math.fsum(values[count:])  # Eq. 6
-            _, balanced = completion(gram, count, np.ones(len(values)))
-            found.append(
-                {
-                    "num_bases": count,
-                    "retained_energy": 1.0 - bound / total,
-                    "balanced_energy": 1.0 - balanced / total,
-                    "spectral_bound": bound,
-                    "next_eigenvalue": following,
-                }
-            )
-        return found
-
-    @property
-    def sizes(self) -> dict[str, int] | None:
-        """Bytes of the models, and of the files of a store in their place."""
-        if self.store is None:
-            return None
-        held = sum(file.bytes for file in self.store.held.values())
-        return {"models": self.store.model_bytes, "store": held}
-
-    @property
-    def bytes(self) -> list[int]:
-        """Bytes of each vector of a store."""
-        every = self.store.vectors if self.store else []
-        return [sum(file.bytes for file in vector.held) for vector in every]
-
-    @property
-    def bits(self) -> list[float]:
-        """Mean bits of an element of each vector."""
-        return [8 * size / max(self.facts.num_parameters, 1) for size in self.bytes]
-
-
-def as_json(inspection: Inspection) -> dict[str, Any]:
-    """Facts and numbers in plain JSON types, null if unknown; matrices are lists of rows."""
-    numbers = {name: inspection.tensors.get(name) for name in NUMBERS}
-    numbers["cosines"] = inspection.cosines
-    derived = ("sizes", "bytes", "bits", "errors", "choices")
+        cosines = (gram / lengths.outer(lengths)).nan_to_num(0.0).clamp(-1, 1).fill_diagonal_(1.0)
+    numbers = {**dict.fromkeys(NUMBERS), **tensors, "cosines": cosines}
     return {
-        "what": "store" if inspection.store else "merge" if inspection.built else "recipe",
-        "num_tasks": len(inspection.facts.tasks),
-        **inspection.facts.model_dump(mode="json", exclude={"seconds", "previous"}),
-        **{name: getattr(inspection, name) for name in derived},
+        "what": "store" if store else "merge" if built else "recipe",
+        "num_tasks": len(facts.tasks),
+        **facts.model_dump(mode="json", exclude={"seconds", "previous"}),
+        "errors": facts.errors or dict.fromkeys(facts.tasks),
+        "sizes": store and {"models": store.model_bytes, "store": store.bytes},
+        "bytes": [vector.bytes for vector in store.vectors] if store else [],
+        "bits": store.bits if store else [],
+        "choices": [] if gram is None else _choices(Gram.of(gram)),
         **{name: None if n is None else n.tolist() for name, n in numbers.items()},
     }
+
+
+def _choices(gram: Gram) -> list[dict[str, float]]:
+    """For each M = 1..T the best result of M bases, of any encoder and of balanced bases."""
+    found, values = [], gram.values.tolist()
+    total = sum(values) or 1.0  # without any energy all of it is retained
+    for count, following in enumerate([*values[1:], 0.0], 1):
+        bound = math.fsum(values[count:])  # Eq. 6
+        _, balanced = completion(gram, count, np.ones(len(values)))
+        found.append(
+            {
+                "num_bases": count,
+                "retained_energy": 1.0 - bound / total,
+                "balanced_energy": 1.0 - balanced / total,
+                "spectral_bound": bound,
+                "next_eigenvalue": following,
+            }
+        )
+    return found
