@@ -113,7 +113,7 @@ def _facts_of(path: str, values: dict[str, Any]) -> tuple[Facts, Mapping[str, Te
                 plan.build(inner=True)
                 plan.warn()
                 return plan.report()
-        path = document.recipe.store.place
+        path = str(document.recipe.store.path)
     if (Path(path) / FOLDER / FACTS).is_file():
         facts = read_facts(Path(path, FOLDER, FACTS), Facts)
         held = Checkpoint.open(Path(path, FOLDER, TENSORS))

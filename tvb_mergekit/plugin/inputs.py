@@ -41,8 +41,8 @@ def read_inputs(document: Document, options: Options, names: Sequence[str] = ())
     """
     recipe = document.recipe
     if recipe.store is not None:
-        place = recipe.store.place
-        raise UserError(f"this lists the bases of {place}: list the fine-tuned models")
+        path = recipe.store.path
+        raise UserError(f"this lists the bases of {path}: list the fine-tuned models")
     check_for_store(document)
     found = tasks_for_store(document, plan_only(document, options, names))
     if not found.items:

@@ -128,7 +128,7 @@ class MergedTensors:
             reason = None
         if recipe.bases is not None and reason is None and given.changes:
             raise UserError(
-                f"tensor `{name}`: the recipe's tokenizer changes it, and {recipe.bases.place} has "
+                f"tensor `{name}`: the recipe's tokenizer changes it, and {recipe.bases.path} has "
                 "the base's own vocabulary: use `tokenizer_source: base` as it is, or `exclude`"
             )
         load: Callable[[], Sequence[Tensor]] | None = None
@@ -303,5 +303,5 @@ class Plan:
         facts = report.facts(self.tasks, basis, tunables, store.facts if store else None)
         tensors = report.tensors_of(basis) if store is None else dict(store.tensors)
         if bases is not None:
-            facts = facts.but(from_store=bases.place)
+            facts = facts.but(from_store=str(bases.path))
         return facts if learned is None else facts.but(method=learned.method), tensors

@@ -123,15 +123,15 @@ def _over_store(
 ) -> Recipe:
     """The recipe over task vectors of a store, or over all its bases."""
     known = [vector.name for vector in bases.facts.vectors]
-    places = {f"{bases.place}/{name}": place for place, name in enumerate(known)}
+    places = {f"{bases.path}/{name}": place for place, name in enumerate(known)}
     order = tuple(places[model.model.revision] for model in models)
     if not bases.whole:
         models = tuple(model for _, model in sorted(zip(order, models, strict=True)))
         order = tuple(sorted(order))  # the mean is the last
         if [*order] != used(bases, method):
             raise UserError(
-                f"{bases.place} holds bases, which make sense together only: list all, by "
-                f"`- model: {bases.place}`"
+                f"{bases.path} holds bases, which make sense together only: list all, by "
+                f"`- model: {bases.path}`"
             )
     names = tuple(known[place] for place in order)
     for model, name in zip(models, names, strict=True):
@@ -276,7 +276,7 @@ def expand(config: MergeConfiguration) -> tuple[MergeConfiguration, Bases | None
     bases = load(place)
     for model in (model for model in models if found[model] is None):
         raise UserError(
-            f"model {model} is not a vector of {bases.place}, and others are: list those of one "
+            f"model {model} is not a vector of {bases.path}, and others are: list those of one "
             "store, or models only"
         )
     return _expand(config, config, bases), bases
@@ -311,7 +311,7 @@ def _vectors(entry: Any, config: MergeConfiguration, bases: Bases) -> list[Any]:
     base, made = local(str(config.base_model)), []
     for each in [name] if name else [vectors[k].name for k in used(bases, config.merge_method)]:
         # One spelling for each vector, so that one which is listed twice is found.
-        given = ModelPath(path=base, revision=f"{bases.place}/{each}")
+        given = ModelPath(path=base, revision=f"{bases.path}/{each}")
         made.append(entry.model_copy(update={"model": ModelReference(model=given)}))
     return made
 

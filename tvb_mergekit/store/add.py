@@ -82,7 +82,7 @@ def _grow(
     started, facts, count = time.perf_counter(), bases.facts, bases.num_bases
     (task,), (weight,) = inputs.tasks, inputs.weights
     if task in bases.tasks:
-        raise UserError(f"the task {task!r} is in {bases.place} already: give another name")
+        raise UserError(f"the task {task!r} is in {bases.path} already: give another name")
     bases.check_base(inputs.base, inputs.base_model)
     how = _compression(bases, compress, doubt)
     budget = facts.budget if budget is None else budget
@@ -140,7 +140,7 @@ def _grow(
 
 def _compression(bases: Bases, compress: str | None, doubt: Warn) -> str:
     """The way in which full bases make room. Raise UserError if they cannot grow so."""
-    facts, where, kind = bases.facts, bases.place, bases.facts.parameters["basis"]
+    facts, where, kind = bases.facts, bases.path, bases.facts.parameters["basis"]
     if facts.compress is None:
         raise UserError(f"the bases in {where} are {kind}, which cannot grow: build another basis")
     how = compress or facts.compress
@@ -160,7 +160,7 @@ def _given(bases: Bases, inputs: TaskSet) -> list[Item]:
     given, names = {item.name: item for item in inputs.items}, bases.facts.tensors
     left_out = {**inputs.left_out, **bases.facts.left_out}
     for name in sorted(given.keys() ^ {*names}):
-        why, of = left_out.get(name, "missing"), bases.place if name in given else inputs.models[0]
+        why, of = left_out.get(name, "missing"), bases.path if name in given else inputs.models[0]
         if name not in given or not why.startswith("excluded"):
             said = f"tensor `{name}` is not in {of}, and what was trained there would be lost"
             raise UserError(f"{said} ({why}); a store holds one set of tensors")

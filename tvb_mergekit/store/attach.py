@@ -87,7 +87,7 @@ class Live:
         out = [name for name in left if left[name].startswith(("excluded", "missing"))]
         if out and any(source.holds == "weight" for source in bases.sources):
             said = "%s: left out of %s, so the base's; exports have the models' own"
-            logging.getLogger(__name__).warning(said, listed(out), bases.place)
+            logging.getLogger(__name__).warning(said, listed(out), bases.path)
 
     def use(self, tasks: str | Mapping[str, float]) -> nn.Module:
         """The model with the weights theta_0 + sum_j scale_j * tau_hat_j, rounded once.
@@ -130,7 +130,7 @@ class Live:
 
     def _router(self, tasks: Sequence[str]) -> Router:
         if not self.bases.whole:
-            raise UserError(f"{self.bases.place} holds bases: `route` needs a store of all tasks")
+            raise UserError(f"{self.bases.path} holds bases: `route` needs a store of all tasks")
         linear, numbers = linear_layers(self._module), [self.bases.index(t) for t in tasks]
         gates = {task: gates_in(self.bases, task, linear) for task in tasks}
         updates = updates_of(self._items, numbers, linear)

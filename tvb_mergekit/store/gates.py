@@ -79,7 +79,7 @@ def gates_in(bases: Bases, task: str, names: Container[str]) -> dict[str, Tensor
     """The gates of one task of a store, for the matrices of these names."""
     stored = bases.facts.vectors[bases.index(task)].gates
     if stored is None:
-        raise UserError(f"{bases.place} has no gates of {task}; build it again")
+        raise UserError(f"{bases.path} has no gates of {task}; build it again")
     check_files(bases.path, [stored], checksums=True)
     held = load_file(bases.path / stored.file)
     return {name: gate.float() for name, gate in held.items() if name in names}

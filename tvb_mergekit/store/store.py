@@ -58,11 +58,6 @@ class Bases:
         return self.facts.tasks
 
     @property
-    def place(self) -> str:
-        """The name of the store in messages."""
-        return str(self.path)
-
-    @property
     def num_bases(self) -> int:
         return self.facts.num_bases
 
@@ -116,7 +111,7 @@ class Bases:
 
     def index(self, task: str) -> int:
         """The column of a task. Raise UserError for an unknown task."""
-        check_known(task, self.tasks, f"no task {task!r} in {self.place}")
+        check_known(task, self.tasks, f"no task {task!r} in {self.path}")
         return self.tasks.index(task)
 
     def stored_name(self, name: str | None) -> str | None:
@@ -142,7 +137,7 @@ class Bases:
         for key in () if self.whole else given:
             if key in GLOBAL_KEYS and key not in (*MERGING_KEYS, "exclude"):
                 raise UserError(
-                    f"`{key}` was set when the bases were built ({self.place}): leave the key out, "
+                    f"`{key}` was set when the bases were built ({self.path}): leave the key out, "
                     "or list the fine-tuned models"
                 )
         return resolve_settings(method, given, tasks or self.tasks)
@@ -168,7 +163,7 @@ class Bases:
         """
         if base.fingerprint() != self.facts.base_fingerprint:
             raise UserError(
-                f"{self.place}: belongs to the base {self.facts.base_model}, "
+                f"{self.path}: belongs to the base {self.facts.base_model}, "
                 f"and the weights of {name} are others; give the base that it was built from"
             )
         tie([base])
