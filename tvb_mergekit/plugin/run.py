@@ -94,7 +94,7 @@ def write_model(plan: Plan, document: Document, folder: Path, started: float) ->
     seconds = plan.basis.seconds
     seconds["merge"] = time.perf_counter() - started - sum(seconds.values())
     facts, tensors = plan.report()
-    report.write_report(folder, facts, tensors, plan.options.write_model_card)
+    report.write_report(folder, facts, tensors)
     if plan.learned is not None:
         plan.learned.write(folder)
     return facts

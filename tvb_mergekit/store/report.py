@@ -70,8 +70,8 @@ def facts(
         return Facts.model_validate({**dict(built), **found, "parameters": {**kept, **varying}})
     assert isinstance(basis, Basis)
     sums = basis.sums
-    norms = [math.sqrt(sums.base_norm_squared), *sums.norms]
     weights = dict(zip(basis.tasks, basis.weights, strict=True))
+    norms = {"base": math.sqrt(sums.base_norm_squared)}
     found |= {
         "parameters": {**in_force, **varying, "weights": weights},
         "tasks": list(basis.tasks),
@@ -79,7 +79,7 @@ def facts(
         "base_model": tasks.base_model,
         "num_bases": basis.num_bases,
         "num_parameters": sums.num_parameters,
-        "norms": dict(zip(("base", *basis.tasks), norms, strict=True)),
+        "norms": norms | dict(zip(basis.tasks, sums.norms, strict=True)),
         "fingerprints": tasks.fingerprints,
         **(measured(basis.tasks, basis.encoding, sums.gram) if sums.inner else UNKNOWN),
     }
@@ -110,27 +110,22 @@ def tensors_of(basis: Combination) -> dict[str, Tensor]:
     return known | ({"reconstruction": encoding.reconstruction} if kind == "pca" else {})
 
 
-def write_report(model: Path, facts: Facts, tensors: Mapping[str, Tensor], with_card: bool) -> None:
+def write_report(model: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
     """Write both files into the folder of a merged model, and our section into its model card."""
     (model / FOLDER).mkdir()
     write_tensors(model / FOLDER / TENSORS, tensors, {"format": "pt"})
     write_facts(model / FOLDER / FACTS, facts)
-    if with_card:
-        card = model / "README.md"
-        text = card.read_text(encoding="utf-8") if card.exists() else ""
+    if (card := model / "README.md").exists():
         said = section(f"{OURS} merged {vectors(facts)} by `{facts.method}`.", facts)
-        card.write_text(f"{text.rstrip()}\n\n{said}", encoding="utf-8")
+        text = card.read_text(encoding="utf-8").rstrip()
+        card.write_text(f"{text}\n\n{said}", encoding="utf-8")
 
 
 def section(said: str, facts: Facts) -> str:
     """Markdown: what was done, the tasks and their models, loss and bounds, citation."""
     pairs = zip(facts.tasks, facts.models, strict=True)
-    rows = [f"| {task.replace('|', chr(92) + '|')} | `{model}` |" for task, model in pairs]
-    table = ["| task | model |", "| --- | --- |", *rows]
-    if forgotten := facts.parameters.get("forget"):
-        table += ["", f"Forgotten: {', '.join(forgotten)}."]
-    told = "".join(f"* {line}\n\n" for line in measures(facts))
-    return "\n".join([f"## Task vectors\n\n{said}\n", *table, f"\n{told}{CITATION}\n"])
+    models = "\n".join(f"* {task}: `{model}`" for task, model in pairs)
+    return "\n\n".join(["## Task vectors", said, models, *measures(facts), f"{CITATION}\n"])
 
 
 def vectors(facts: Facts) -> str:
