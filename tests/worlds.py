@@ -44,9 +44,6 @@ class Models:
         same: tensors that are others: name -> the name that counts.
         loader: the class of transformers that loads the merged model; empty: none does.
         own: parameters of each model.
-        keys: of the recipe of which a store was built.
-        vectors: the bases of that store, and their mean if there is one.
-        decoder: W_d [M, T] of that store.
     """
 
     base: Path
@@ -57,9 +54,6 @@ class Models:
     same: Mapping[str, str] = field(default_factory=dict)
     loader: str = ""
     own: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    keys: Mapping[str, Any] = field(default_factory=dict)
-    vectors: Sequence[State] = ()
-    decoder: Any = None
 
     @property
     def models(self) -> dict[str, Path]:
@@ -247,25 +241,12 @@ def adapters(
     return Models(base, listed, states, tasks, copied=left, loader=CAUSAL)
 
 
-def a_store(
-    folder: Path,
-    basis: str,
-    make: Make = THREE_LAYERS,
-    dtype: str | None = None,
-    own: Mapping[int, Mapping[str, Any]] | None = None,
-    exclude: str | None = None,
-    **options: Any,
-) -> Models:
+def a_store(folder: Path, basis: str) -> Models:
     """The vectors of a store stand for the models, by its name or one by one, the last first."""
-    made = hub(make, folder, **options)
-    made.keys = {"basis": basis} | ({"num_bases": 2} if basis != "none" else {})
-    made.keys |= {"exclude": exclude} if exclude else {}
-    store = folder / "store"
-    bases = made.build(store, *(["--dtype", dtype] if dtype else []), own=own, **made.keys)
-    made.vectors = tensors_of(bases)
+    made, store = hub(THREE_LAYERS, folder), folder / "store"
+    bases = made.build(store, basis=basis, **({"num_bases": 2} if basis != "none" else {}))
     names = [vector.name for vector in bases.facts.vectors]
     made.listed = [store / name for name in names[::-1]] if basis == "balanced" else [store]
-    made.decoder = bases.decoder.numpy()
     return made
 
 
@@ -365,10 +346,5 @@ FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
     "conv1d adapters": partial(adapters, configs=[{"target_modules": CONV}] * 3, make=gpt2),
     "store of balanced": partial(a_store, basis="balanced"),
     "store of all": partial(a_store, basis="none"),
-    "store of gpt2": partial(a_store, basis="balanced", make=gpt2),
-    "store in bfloat16": partial(a_store, basis="pca", dtype="bfloat16"),
-    "store of parts": partial(
-        a_store, basis="balanced", own={1: {"weight": 2.5}}, exclude=r"embed|lm_head|\.1\."
-    ),
     "five": partial(state_dicts, ending="safetensors", tasks=TASKS),
 }
