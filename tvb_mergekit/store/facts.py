@@ -6,7 +6,6 @@ Each has a `checksum` over all its keys. `docs/files.md` explains each key.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 import pydantic
 import torch
 import xxhash
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from tvb_mergekit.atomic import write_file
@@ -31,22 +30,17 @@ CHECKSUM = "checksum"
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 # The only files of a store: nothing else is read, and nothing else is ever deleted.
-OWN = re.compile(
-    r"numbers-\d+\.safetensors|(vectors|gates)/[^/\\:]+\.safetensors|files/[^/\\:]+/[^/\\:]+"
+NAME = r"[^/\\:\0-\x1f]+"
+OWN = (
+    rf"\A(numbers-\d+\.safetensors|(vectors|gates)/{NAME}\.safetensors"
+    rf"|files(/(?!\.\.?(/|\Z)){NAME}){{2}})\Z"
 )
-
-
-def _inside(place: str) -> str:
-    own = OWN.fullmatch(place) and place.isprintable()  # no NUL, no half of a surrogate pair
-    if not own or {".", ".."} & {*place.split("/")}:
-        raise ValueError(f"{place!r} is not a place of a file in a store")
-    return place
 
 
 class Record(BaseModel):
     """A JSON object, as attributes. Keys of a later version are dropped."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, regex_engine="python-re")
 
     def but(self, **changes: Any) -> Self:
         """A copy with other values, which are checked."""
@@ -56,7 +50,7 @@ class Record(BaseModel):
 class StoredFile(Record):
     """Place below the store, size and checksum of a file."""
 
-    file: Annotated[str, AfterValidator(_inside)]
+    file: Annotated[str, Field(pattern=OWN)]
     bytes: int
     xxh3_128: str
 
