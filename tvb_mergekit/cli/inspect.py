@@ -13,10 +13,10 @@ import numpy as np
 from rich.console import Console
 
 from tvb_mergekit.atomic import write_file
-from tvb_mergekit.errors import counted, listed, megabytes
+from tvb_mergekit.errors import megabytes
 from tvb_mergekit.figures import BLUE, DARK, LABEL, ORANGE, rendered
 from tvb_mergekit.store.facts import Facts, StoreFacts
-from tvb_mergekit.store.report import measures, vectors
+from tvb_mergekit.store.report import remarks, vectors
 from tvb_mergekit.tables import Sheet, matrix, printable, shortened, show
 
 if TYPE_CHECKING:
@@ -33,7 +33,9 @@ def print_inspection(facts: Facts, found: Numbers, console: Console) -> None:
     ascii_only, most = console.options.ascii_only, max(console.width // 4, 10)
     names = [shortened(printable(task, ascii_only), most, ascii_only) for task in facts.tasks]
     show([headline(facts, found["what"])], console, "bold")
-    show(_remarks(facts), console)
+    show([size_line(facts)] if isinstance(facts, StoreFacts) else [], console)
+    sized = f"{facts.num_parameters:,} parameters in each task vector"
+    show([sized, *remarks(facts)], console)
     cosines, encoder = found["cosines"], found["encoder"]
     parts: list[Sheet | str] = [_tasks(facts, found, names)]
     title = "Cosines between the task vectors"
@@ -75,16 +77,6 @@ def size_line(store: StoreFacts) -> str:
     saved = store.model_bytes - store.bytes
     more = f"{megabytes(abs(saved))} {'less' if saved >= 0 else 'more'} than the models"
     return f"{megabytes(store.bytes)}, {more}"
-
-
-def _remarks(facts: Facts) -> list[str]:
-    """Lines on sizes, the loss against its bounds, and tensors left out."""
-    lines = [size_line(facts)] if isinstance(facts, StoreFacts) else []
-    lines += [f"{facts.num_parameters:,} parameters in each task vector", *measures(facts)]
-    for reason in dict.fromkeys(facts.left_out.values()):
-        names = [name for name, why in facts.left_out.items() if why == reason]
-        lines.append(f"{counted(len(names), 'tensor')} left to the base, {reason}: {listed(names)}")
-    return lines
 
 
 def _tasks(facts: Facts, found: Numbers, names: list[str]) -> Sheet:

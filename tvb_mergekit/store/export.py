@@ -151,12 +151,10 @@ def _card(bases: Bases, task: str) -> str:
     head, base = "tags: [merge, tvb-mergekit]\n", bases.facts.base_model.partition("@")[0]
     if "/" in base and hub.may_be_on_the_hub(base) and not bases.facts.base_path:
         head = f"base_model: {json.dumps(base)}\n{head}"
-    weight, facts = float(bases.weights[bases.index(task)]), bases.facts
     lost = f"{said}.\n\n" if (said := lost_of(bases, task)) else ""
     title = task if bases.facts.errors[task] == 0 else f"{task}, reconstructed"
-    title += f" (without its weight of {weight:g})" * (weight != 1)
-    said = f"{OURS} wrote this model from a store of {vectors(facts)}."
-    return f"---\n{head}---\n# {title}\n\n{lost}{section(said, facts)}"
+    said = f"{OURS} wrote this model from a store of {vectors(bases.facts)}."
+    return f"---\n{head}---\n# {title}\n\n{lost}{section(said, bases.facts)}"
 
 
 def lost_of(bases: Bases, task: str) -> str:

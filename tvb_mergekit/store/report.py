@@ -125,7 +125,7 @@ def section(said: str, facts: Facts) -> str:
     """Markdown: what was done, the tasks and their models, loss and bounds, citation."""
     pairs = zip(facts.tasks, facts.models, strict=True)
     models = "\n".join(f"* {task}: `{model}`" for task, model in pairs)
-    return "\n\n".join(["## Task vectors", said, models, *measures(facts), f"{CITATION}\n"])
+    return "\n\n".join(["## Task vectors", said, models, *remarks(facts), f"{CITATION}\n"])
 
 
 def vectors(facts: Facts) -> str:
@@ -136,27 +136,30 @@ def vectors(facts: Facts) -> str:
 
 
 def summary(facts: Facts, out: str) -> list[str]:
-    """Lines on a merge: method, tasks, base, losses, tensors left out and place."""
+    """Lines on a merge: method, tasks, base, losses, tensors left out, place."""
     given = facts.parameters.get("lambda")
     scaled = f", lambda {given:g}" if isinstance(given, float | int) else ""
-    left = f"{counted(len(facts.left_out), 'tensor')} left to the base"
     return [
         f"Merged {vectors(facts)} by {facts.method}{scaled}: {listed(facts.tasks, 12)}",
         f"Base: {facts.base_model}",
-        *measures(facts),
-        *([left] if facts.left_out else []),
+        *remarks(facts),
         f"Written to {out} in {sum(facts.seconds.values()):.1f} s; `tvb inspect` shows details",
     ]
 
 
-def measures(facts: Facts) -> list[str]:
-    """Lines on loss, bounds and retained energy of bases, where they are known."""
-    if facts.loss is None:
-        lacks = "No Gram matrix: this merge needs none; `tvb inspect RECIPE` computes it"
-        return [] if facts.errors else [lacks]
-    kept, bound = 100 * (facts.retained_energy or 0), facts.spectral_bound
-    told = f"reconstruction loss {facts.loss:.6g}, spectral lower bound {bound:.6g}"
-    return [] if facts.whole else [f"Retained energy {kept:.2f} %: {told}"]
+def remarks(facts: Facts) -> list[str]:
+    """Lines on loss, bounds and retained energy of bases, where known, and on tensors left out."""
+    lines = list[str]()
+    if facts.loss is None and not facts.errors:
+        lines.append("No Gram matrix: this merge needs none; `tvb inspect RECIPE` computes it")
+    elif facts.loss is not None and not facts.whole:
+        kept, bound = 100 * (facts.retained_energy or 0), facts.spectral_bound
+        told = f"reconstruction loss {facts.loss:.6g}, spectral lower bound {bound:.6g}"
+        lines.append(f"Retained energy {kept:.2f} %: {told}")
+    for reason in dict.fromkeys(facts.left_out.values()):
+        names = [name for name, why in facts.left_out.items() if why == reason]
+        lines.append(f"{counted(len(names), 'tensor')} left to the base, {reason}: {listed(names)}")
+    return lines
 
 
 def inspected(facts: Facts, tensors: Mapping[str, Tensor], built: bool = True) -> dict[str, Any]:
