@@ -20,7 +20,6 @@ import zstandard
 from commands import contents, tvb
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from reference import Dense, coefficients, flat
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny import TASKS, as_bin, llama, load
@@ -325,44 +324,6 @@ def test_a_task_joins_leaves_and_comes_back(case: str, tmp_path: Path) -> None:
     assert state.previous is not None
     named = {"store.json", ".lock", "vectors/mine.txt", *state.held, *state.previous.held}
     assert contents(store).keys() == named  # nothing is left behind
-
-
-KINDS: dict[str, dict[str, Any]] = {
-    "ae": {"num_bases": 3, "steps": 300},
-    "balanced": {"basis": "balanced", "num_bases": 2},
-    "pca": {"basis": "pca", "num_bases": 2},
-    "rand_select": {"basis": "rand_select", "num_bases": 3, "seed": 1},
-}
-# Half a unit in the last place, relative, and the least step of what is too small for that.
-ROUNDING = {"float32": (1e-6, 0.0), "bfloat16": (2.0**-8, 0.0), "float16": (2.0**-11, 2.0**-25)}
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [*((kind, "float32") for kind in KINDS), ("pca", "bfloat16"), ("ae", "float16")],
-)
-def test_bases_are_those_of_the_dense_reference(kind, dtype, world, tmp_path):
-    """Encoder, decoder and vectors with the mean; errors and loss: test_inspect.py."""
-    made, keys = world("mixed dtypes"), KINDS[kind]
-    bases = made.build(tmp_path / "store", "--dtype", dtype, **keys)
-    state = {n: t.double() for n, t in made.states[0].items()}
-    dense, facts = Dense(state, made.states[1:], list(state)), bases.facts
-    numbers = {name: tensor.numpy() for name, tensor in bases.tensors.items()}
-    np.testing.assert_allclose(numbers["gram"], dense.gram, rtol=1e-5, atol=1e-6)
-    want = coefficients(dense, keys, numbers)
-    np.testing.assert_allclose(numbers["encoder"], want.encoder, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(numbers["decoder"], want.decoder, rtol=1e-4, atol=1e-4)
-    columns = dense.tau @ numbers["encoder"]
-    if kind == "pca":
-        assert facts.vectors[-1].mean
-        columns = np.column_stack([columns, dense.tau.mean(axis=1)])
-    read = [load_file(tmp_path / "store" / v.weights.file) for v in facts.vectors]
-    assert {tensor.dtype for each in read for tensor in each.values()} == {DTYPES[dtype]}
-    found = np.stack([flat(each, dense.names) for each in read], axis=1)
-    relative, least = ROUNDING[dtype]
-    assert np.linalg.norm(found - columns) <= (relative + 1e-6) * np.linalg.norm(columns)
-    bound = (relative + 1e-6) * np.abs(columns) + least + 2e-7 * np.abs(columns).max()
-    assert (np.abs(found - columns) <= bound).all()
 
 
 # Models whose files need care

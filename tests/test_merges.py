@@ -2,19 +2,17 @@
 
 import copy
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from commands import Result, assert_close, assert_same, merge, recipe, slices, tvb, write
+from commands import Result, assert_close, assert_same, contents, merge, recipe, slices, tvb, write
 from mergekit import merge_methods
 from reference import Dense, expect
 from tiny import TASKS, family, llama, load
@@ -122,8 +120,6 @@ CASES = {
     "density by filter": varied(TIES, PCA, "density", True),
     "alpha by filter": varied(NEGATE, {**BALANCED, **FORGET}, "alpha", True),
     # how checkpoints are stored
-    "tied, aliased": Case("tied, aliased", TIES, PCA),
-    "one untied": Case("one untied", TA, PCA),
     "adapters": Case("adapters", NEGATE, FORGOTTEN),
     # vocabularies
     "more tokens": Case("two more tokens", TIES, PCA, extra=TOKENIZER),
@@ -310,48 +306,29 @@ def test_dtypes_of_files(world: World, tmp_path: Path) -> None:
 
 # Equal bits
 
-# Options of mergekit-yaml, or those of `tvb merge`, and files that are missing
+# Options of mergekit-yaml, and files that are missing
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json"}
-WAYS: dict[str, tuple[str | None, set[str]]] = {
-    "tvb merge": (None, set()),
-    "shards out": ("--out-shard-size 300K", set()),
-    "no card": (
-        "--no-write-model-card --random-seed 5", {"README.md", "mergekit_config.yml"}),
-    "mergekit's own options": ("--lazy-unpickle --clone-tensors --async-write --read-to-gpu "
-        "--low-cpu-memory --no-safe-serialization", set()),
-    "no tokenizer": ("--no-copy-tokenizer -v", TOKENIZER_FILES),
+OPTIONS: dict[str, set[str]] = {
+    "--no-write-model-card --random-seed 5": {"README.md", "mergekit_config.yml"},
+    "--lazy-unpickle --clone-tensors --async-write --read-to-gpu --low-cpu-memory "
+        "--no-safe-serialization": set(),
+    "--no-copy-tokenizer -v": TOKENIZER_FILES,
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def several_chunks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Result]:
-    """A recipe over tensors of several chunks, and its merge by one thread."""
-    folder = tmp_path_factory.mktemp("wide")
-    base, models = family(folder, partial(llama, vocab_size=3000, hidden_size=96), THREE)
-    document = recipe("basis_ties", base, models, **BALANCED, merge_func="mean")
-    return document, merge(document, folder / "out")
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_the_same_bits(name, several_chunks, tmp_path):
-    (words, gone), (document, plain) = WAYS[name], several_chunks
-    found, before = Result(tmp_path / "out"), torch.get_num_threads()
+def test_the_same_bits_by_more_threads_and_with_options(world, tmp_path, monkeypatch):
+    """Over many pieces (shards, `tvb merge`, and more processes: CASES, below, test_ranks.py)."""
+    monkeypatch.setattr(passes, "PIECE", 1)
+    monkeypatch.setattr(passes, "SHORTEST", 256)
+    document = world("llama").recipe(TIES, **BALANCED, merge_func="mean")
+    plain, before = merge(document, tmp_path / "plain"), torch.get_num_threads()
     torch.set_num_threads(2)
-    try:
-        if words is None:
-            tvb("merge", write(document, found.folder), found.folder, "--quiet")
-        else:
-            merge(document, found.folder, *words.split())
-    finally:
-        torch.set_num_threads(before)
-    assert_same(found, plain)
-    assert all((found.basis[key] == value).all() for key, value in plain.basis.items())
-    assert (len([*found.folder.glob("model-0*.safetensors")]) > 2) == (name == "shards out")
-    here, there = (
-        {path.name for path in folder.iterdir() if not path.match("*model[-.]*")}
-        for folder in (found.folder, plain.folder)
-    )
-    assert here <= there and there - here == gone
+    found = [merge(document, tmp_path / f"o{len(o)}", *o.split()) for o in OPTIONS]
+    torch.set_num_threads(before)
+    for each, gone in zip(found, OPTIONS.values(), strict=True):
+        assert_same(each, plain)
+        assert all((each.basis[key] == value).all() for key, value in plain.basis.items())
+        assert contents(plain.folder).keys() ^ contents(each.folder).keys() == gone
 
 
 # Whole commands (`mergekit-yaml`: test_manual.py)
@@ -402,43 +379,23 @@ def test_new_tokens_of_a_union(world: World, tmp_path: Path) -> None:
     assert merge(document, tmp_path / "left").tensors["lm_head.weight"].shape == (98, 32)
 
 
-# Several merges in one process, and inputs that change between them: nothing may be stale
-
-
-def change_unsampled(folder: Path) -> None:
-    """New values where no fingerprint samples; same path, size and modification time."""
-    path = folder / "model.safetensors"
-    before = path.stat()
-    state = {name: tensor.clone() for name, tensor in load(folder).items()}
-    state["model.embed_tokens.weight"].view(-1)[2000:5000] += 0.5
-    save(folder, state)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert path.stat().st_size == before.st_size
-
-
-def test_mergekit_multi_merges_what_it_has_merged(tmp_path: Path) -> None:
-    """Tensors of more elements than a fingerprint samples."""
-    make = partial(llama, vocab_size=512)
-    base, models = family(tmp_path / "models", make, THREE, tokenizer=False)
-    for number in range(2):
-        inter = tmp_path / f"inter{number}"
-        first = {"name": "first"} | recipe("basis_ta", base, models, **PCA)
-        second = {"name": "second"} | recipe("basis_ties", Path("first"), models, **PCA)
-        own = {0: {"weight": 1.0}}
-        third = recipe("task_arithmetic", base, ["second"], own, normalize=False, lambda_=0.5)
-        words = ("-I", str(inter))
-        documents = [first, second, third]
-        out = merge(documents, tmp_path / f"out{number}", *words, command="mergekit-multi")
-        one, two = Result(inter / "first"), Result(inter / "second")
-        want = expect(Dense.of(base, models), "basis_ta", PCA, one.basis, THREE)
-        assert_close(one.tensors, want.tensors, load(base))
-        dense = Dense.of(one.folder, models)
-        want = expect(dense, "basis_ties", PCA, two.basis, THREE)
-        assert_close(two.tensors, want.tensors, dense.base, want.boundary)
-        dense = Dense.of(base, [two.folder])
-        assert_close(out.tensors, dense.split(dense.theta + 0.5 * dense.tau[:, 0]), dense.base)
-        change_unsampled(base)
-        change_unsampled(models[2])
+def test_mergekit_multi_merges_what_it_has_merged(world: World, tmp_path: Path) -> None:
+    models = world("llama").listed
+    base = world("llama").base
+    first = {"name": "first"} | recipe("basis_ta", base, models, **PCA)
+    second = {"name": "second"} | recipe("basis_ties", Path("first"), models, **PCA)
+    own = {0: {"weight": 1.0}}
+    third = recipe("task_arithmetic", base, ["second"], own, normalize=False, lambda_=0.5)
+    words = (tmp_path / "out", "-I", str(tmp_path))
+    out = merge([first, second, third], *words, command="mergekit-multi")
+    one, two = Result(tmp_path / "first"), Result(tmp_path / "second")
+    want = expect(Dense.of(base, models), "basis_ta", PCA, one.basis, TASKS)
+    assert_close(one.tensors, want.tensors, load(base))
+    dense = Dense.of(one.folder, models)
+    want = expect(dense, "basis_ties", PCA, two.basis, TASKS)
+    assert_close(two.tensors, want.tensors, dense.base, want.boundary)
+    dense = Dense.of(base, [two.folder])
+    assert_close(out.tensors, dense.split(dense.theta + 0.5 * dense.tau[:, 0]), dense.base)
 
 
 # What is found on the way

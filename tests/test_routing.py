@@ -13,10 +13,11 @@ import transformers
 from commands import recipe, tvb, write
 from safetensors.torch import load_file
 from test_learn import loaded, padded
+from test_lora import train
 from tiny import family, gpt2, llama, load
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 import tvb_mergekit as library
 from tvb_mergekit import UserError
@@ -27,20 +28,9 @@ TASKS = ("math", "code", "safety")
 FORMS = {"dense": ["--dtype", "float32"], "lossless": ["--lossless"], "sampled": ["--keep", 0.3]}
 DEEP = partial(llama, num_hidden_layers=3)
 MAKES = {"llama": DEEP, "gpt2": gpt2}
+TARGETS = {"llama": ["v_proj", "up_proj"], "gpt2": ["c_attn", "c_fc"]}
 WAYS = [*((make, form) for make in MAKES for form in FORMS), ("llama", "lora"), ("gpt2", "lora")]
 PROMPTS = ([3, 1, 4, 1, 5, 9], [2, 7, 1], [8, 2, 8, 1, 8], [5, 5])
-
-
-def adapters(base: Path, folder: Path) -> list[Path]:
-    found = []
-    for seed, task in enumerate(TASKS):
-        torch.manual_seed(seed)
-        model: Any = AutoModelForCausalLM.from_pretrained(base)
-        targets = ["c_attn", "c_fc"] if model.config.model_type == "gpt2" else ["v_proj", "up_proj"]
-        config = peft.LoraConfig(r=3, target_modules=targets, init_lora_weights=False)
-        peft.get_peft_model(model, config).save_pretrained(folder / task)
-        found.append(folder / task)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +43,9 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Any:
         base, listed = family(folder, MAKES[make], TASKS, dtypes=[torch.bfloat16])
         paths: Sequence[Any] = listed
         if form == "lora":
-            paths = [f"{base}+{path}" for path in adapters(base, folder / "lora")]
+            for seed, task in enumerate(TASKS):
+                train(base, folder / "lora" / task, seed, r=3, target_modules=TARGETS[make])
+            paths = [f"{base}+{folder / 'lora' / task}" for task in TASKS]
         path = write(recipe("basis_ta", base, paths, {}, basis="none"), folder / "recipe")
         tvb("build", path, folder / "store", "--quiet", *FORMS.get(form, []))
         return base, paths, folder / "store"

@@ -161,14 +161,9 @@ def mixed_formats(folder: Path) -> Models:
     return made
 
 
-def tied(folder: Path, aliased: bool = False) -> Models:
-    """Tied embeddings, stored once, or as one tensor with two names."""
+def tied(folder: Path) -> Models:
     made = hub(TIED, folder)
     made.same = {HEAD: EMBEDDING}
-    for path, state in zip(map(Path, (made.base, *made.listed)), made.states, strict=True):
-        if aliased:
-            (path / "model.safetensors").unlink()
-            torch.save({**state, HEAD: state[EMBEDDING]}, path / "pytorch_model.bin")
     return made
 
 
@@ -313,13 +308,7 @@ def state_dicts(
 
 
 ARCHITECTURES: dict[str, Callable[[Path], Models]] = {
-    "qwen2 tied": partial(hub, of("Qwen2", tie_word_embeddings=True)),
-    "qwen3": partial(hub, of("Qwen3")),
-    "gemma": partial(hub, of("Gemma", tie_word_embeddings=True)),
     "bert": partial(hub, CLASSIFYING, loader=CLASSIFIER),
-    "clip": partial(
-        hub, of("CLIPVision", "ModelWithProjection"), loader="CLIPVisionModelWithProjection"
-    ),
     "mixtral": partial(converted, of("Mixtral")),
     "qwen3 moe": partial(converted, of("Qwen3Moe")),
 }
@@ -336,8 +325,6 @@ FAMILIES: dict[str, Callable[[Path], Models]] = ARCHITECTURES | {
     "many models": partial(hub, llama, tasks=[f"task{n}" for n in range(14)], scale=0.005),
     "mixed formats": mixed_formats,
     "tied": tied,
-    "tied, aliased": partial(tied, aliased=True),
-    "one untied": one_untied,
     "two more tokens": two_more_tokens,
     "encoder of more tokens": partial(two_more_tokens, make=CLASSIFYING, loader=CLASSIFIER),
     "other order": other_order,
