@@ -38,9 +38,8 @@ class Venv:
 
     def run(self, *args: str | Path, check: bool = True):
         """Run the environment's Python, far from the source tree and this process's settings."""
-        clean = {
-            k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST_", "TVB_"))
-        }
+        ours = ("PYTHON", "PYTEST_", "TVB_")
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
         clean |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         return self._call([self.python, *args], clean, check)
 

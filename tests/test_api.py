@@ -92,10 +92,6 @@ def without(*names: str, **more: object) -> Change:
     return lambda given: {n: t for n, t in given.items() if n not in names} | more
 
 
-def renamed(form: str) -> Change:
-    return lambda given: {form.format(name): tensor for name, tensor in given.items()}
-
-
 X, MOST = "the model of task `x`: left out of its task vector: ", "% of the base would be left out"
 # Changes of the base, x and y, keys of the build, and how the line begins
 LEFT_OUT: list[tuple[tuple[Change, Change, Change], dict[str, Any], str]] = [
@@ -105,9 +101,7 @@ LEFT_OUT: list[tuple[tuple[Change, Change, Change], dict[str, Any], str]] = [
     # not floating point, no tensor, excluded, tied, and whole
     ((dict, without("steps", more=torch.tensor(1), epoch=3), dict), {}, ""),
     ((dict, without("head", z_head=torch.ones(1)), dict), {"exclude": "head"}, ""),
-    ((dict, renamed("module.{}"), dict), {}, "tensor `a` is named `module.a` in"),
-    ((dict, renamed("{}x"), dict), {}, f"100 {MOST}: {X}6 mi"),
-    ((dict, without("a", "c", "d", "e"), dict), {}, f"55 {MOST}: {X}4 mi"),
+    ((dict, without(*SIZES), dict), {}, f"100 {MOST}: {X}6 mi"),
     ((dict, without("a"), without("b")), {}, f"70 {MOST}"),
 ]  # fmt: skip
 

@@ -30,7 +30,7 @@ COMMANDS = "build inspect add undo remove export merge score learn tune".split()
 
 def refused(*words: object) -> str:
     """The one line of an error; nothing on standard output, and nothing written."""
-    lock, before = {"store/.lock": ""}, snapshot(Path.cwd())
+    lock, before = {"store/.lock": b""}, snapshot(Path.cwd())
     done = run(*words, code=1)
     assert done.stdout == "" and snapshot(Path.cwd()) | lock == before | lock
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("Error: "), done.stderr

@@ -4,7 +4,6 @@ A case is a recipe and the faults of files or machine. `tvb inspect` reads all c
 (test_inspect.py); a few run end to end here.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -29,7 +28,6 @@ from tiny import family, llama, load
 from tvb_mergekit.core.settings import (
     METHODS,
     VARYING_KEYS,
-    check_tasks,
     check_value,
     resolve_settings,
 )
@@ -63,15 +61,10 @@ def recipe(
     return {**made, "base_model": "./base", **top}
 
 
-def snapshot(folder: Path) -> dict[str, str]:
-    """Every path below `folder` with its contents' hash; links are not followed."""
-    found = {}
-    for path in folder.rglob("*"):
-        content = os.readlink(path) if path.is_symlink() else ""
-        if path.is_file() and not path.is_symlink():
-            content = hashlib.sha256(path.read_bytes()).hexdigest()
-        found[str(path.relative_to(folder))] = content
-    return found
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every path below `folder`, also of folders, with the contents of files."""
+    every = folder.rglob("*")
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else b"" for p in every}
 
 
 def prepare(folder: Path, models: Path, case: Case) -> None:
@@ -94,13 +87,9 @@ def negate(parameters: Mapping[str, Any], *wants: str) -> Case:
     return Case(recipe({"alpha": 1.0, **parameters}, method="basis_negate"), wants)
 
 
-def slices(*sources: tuple[str, ...], **keys: object) -> dict[str, object]:
-    """One slice per argument, of a layer each."""
-    pieces = [[{"model": m, "layer_range": [i, i + 1]} for m in s] for i, s in enumerate(sources)]
-    return recipe() | {"models": None, "slices": [{"sources": each, **keys} for each in pieces]}
-
-
-ALL = ("./base", "./a", "./b", "./c")
+SLICES = commands.slices("./base", ("./a", "./b", "./c"), [(0, 1), (1, 2)])["slices"]
+SLICED = recipe() | {"models": None, "slices": SLICES}
+OTHER = SLICED | {"slices": [{**SLICES[0], "base_model": "./a"}]}
 AE = {"basis": "ae"}
 RECIPES = {
     # a key that nobody knows, or that stands in the wrong place
@@ -110,7 +99,7 @@ RECIPES = {
     "gradient": wrong(AE | {"num_bases": [2, 3]}, "`num_bases`", r"\[2, 3\]", "one value"),
     "M > T": wrong({"num_bases": 4}, "`num_bases` is 4", "3 models"),
     "no expression": wrong({"exclude": "*.bias"}, "`exclude`", "regular expression"),
-    "another base": Case(slices(ALL, base_model="./a"), (r"`slices\[0\].base_model` is ./a",)),
+    "another base": Case(OTHER, (r"`slices\[0\].base_model` is ./a",)),
     "all excluded": wrong({"exclude": "."}, "no tensor takes part", "exclude"),
     "basis": wrong({"basis": "blanced"}, "`basis` is 'blanced': Input should be 'ae', "),
     "M of none": wrong(
@@ -130,6 +119,7 @@ RECIPES = {
         recipe(models=("./a", "./b/../b", "./c"), own={2: {"task": "a"}}),
         ("./a", "./c", "'a'", "`task:`"),
     ),
+    "no task name": Case(recipe(own={1: {"task": "\0"}}), ("control character", "./b")),
     "plus in a path": Case(recipe(models=("./a", "./b+c")), ("adapter c .* no adapter_config",)),
     # no recipe at all
     "syntax of any method": Case(
@@ -389,17 +379,3 @@ def test_names_of_tasks_from_paths() -> None:
     names |= {"./base+./adapters/code//": "code", "/": "/"}
     for path, name in names.items():
         assert default_task_name(ModelReference.parse(path)) == name
-
-
-NAMES = {
-    "the task name '' of model './b' is empty, or": ["math", ""],
-    "control character": ["math", "co\nde"],
-    "'math' of model './b' is also that of model ./a: give it another `task:`": ["math", "math"],
-}
-
-
-def test_names_that_are_refused() -> None:
-    for said, names in NAMES.items():
-        with pytest.raises(UserError) as caught:
-            check_tasks(names, ["./a", "./b"])
-        assert said in str(caught.value) and "\n" not in str(caught.value)

@@ -13,7 +13,7 @@ import yaml
 from commands import refused, tvb, write
 from reference import Dense
 from safetensors.torch import load_file, save_file
-from test_faults import ALL, OF_FILES, RECIPES, Case, prepare, slices, snapshot
+from test_faults import OF_FILES, RECIPES, SLICED, Case, prepare, snapshot
 from torch import Tensor
 from worlds import Models, World
 
@@ -187,7 +187,7 @@ def test_recipes_that_a_merge_refuses(name, tmp_path, tiny_models, monkeypatch, 
 def test_excluded_tensors_of_a_merge_with_slices(tmp_path, tiny_models, monkeypatch) -> None:
     prepare(tmp_path / "work", tiny_models, Case())
     monkeypatch.chdir(tmp_path / "work")
-    document = slices(ALL, ALL) | {"parameters": {"exclude": "lm_head"}}
+    document = SLICED | {"parameters": {"exclude": "lm_head"}}
     Path("recipe.yml").write_text(yaml.safe_dump(document))
     said = " ".join(tvb("inspect", "recipe.yml", "--quiet").stdout.split())
     assert "1 tensor left to the base, excluded by the recipe: lm_head.weight" in said
