@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -96,38 +97,31 @@ def pca(tau: Array, count: int) -> Coefficients:
     return Coefficients(encoder, vectors.T, encoder @ vectors.T + mean)
 
 
-def adam(
-    gram: Array,
-    count: int,
-    *,
-    softmax: bool = True,
-    seed: int = 0,
-    steps: int = 4000,
-    learning_rate: float = 0.01,
-    weight_decay: float = 1e-6,
-    temperature: float = 5.0,
-    anneal_every: int = 0,
-    anneal_factor: float = 0.9,
-) -> Coefficients:
+ADAM: dict[str, Any] = {"seed": 0, "steps": 4000, "learning_rate": 0.01, "weight_decay": 1e-6}
+ADAM |= {"temperature": 5.0, "anneal_every": 0, "anneal_factor": 0.9}
+
+
+def adam(gram: Array, count: int, softmax: bool = True, **keys: Any) -> Coefficients:
     """The authors' training, with autograd and PyTorch's global seed."""
-    size = len(gram)
+    size, how = len(gram), SimpleNamespace(**ADAM | keys)
     target = torch.tensor(gram, dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(how.seed)
         logits = torch.nn.Parameter(torch.randn(size, count))
     trained = torch.nn.Parameter(torch.zeros(count, size))
-    optimizer = torch.optim.Adam([logits, trained], lr=learning_rate, weight_decay=weight_decay)
-    for step in range(1, steps + 1):
-        scaled = logits / temperature
+    trained_by = {"lr": how.learning_rate, "weight_decay": how.weight_decay}
+    optimizer = torch.optim.Adam([logits, trained], **trained_by)
+    for step in range(1, how.steps + 1):
+        scaled = logits / how.temperature
         encoder = torch.softmax(scaled, dim=0) if softmax else scaled
         error = encoder @ trained - torch.eye(size)
         loss = torch.sum(error * (target @ error)) / size**2
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if anneal_every and step % anneal_every == 0:
-            temperature = max(0.1, temperature * anneal_factor)
-    scaled = (logits / temperature).detach()
+        if how.anneal_every and step % how.anneal_every == 0:
+            how.temperature = max(0.1, how.temperature * how.anneal_factor)
+    scaled = (logits / how.temperature).detach()
     encoder64 = (torch.softmax(scaled, dim=0) if softmax else scaled).double().numpy()
     return from_encoder(gram, encoder64)
 
@@ -316,10 +310,6 @@ class Expected:
     boundary: dict[str, Tensor] | None = None
 
 
-ADAM_KEYS = ("seed", "steps", "learning_rate", "weight_decay", "temperature")
-ADAM_KEYS += ("anneal_every", "anneal_factor")
-
-
 def coefficients(
     dense: Dense, parameters: Mapping[str, object], stored: Mapping[str, Array]
 ) -> Coefficients:
@@ -332,8 +322,8 @@ def coefficients(
     if basis == "pca":
         return pca(dense.tau, count)
     if basis in ("ae", "linear_ae"):
-        given = {key: parameters[key] for key in ADAM_KEYS if key in parameters}
-        return adam(gram, count, softmax=basis == "ae", **given)  # type: ignore[arg-type]
+        given = {key: parameters[key] for key in ADAM if key in parameters}
+        return adam(gram, count, basis == "ae", **given)
     if "encoder" not in stored:  # a merge that needs their sum alone
         assert basis in ("balanced", "groups") and not stored
         even, none = np.full((len(gram), count), 1 / len(gram)), np.full((count, len(gram)), np.nan)

@@ -127,9 +127,8 @@ def test_the_table_of_these_results(out: Path, found: Any, tmp_path: Path) -> No
     for category, mean in merged["categories"].items():
         group = found["results"][f"mergebench_{category}"]
         assert mean["value"] == pytest.approx(100 * group["score,none"])
-    gsm8k = merged["tasks"]["mergebench_gsm8k"]
-    # a sample's standard deviation over sqrt(19)
-    assert gsm8k["stderr"] == pytest.approx(100 * math.sqrt(11 / 19 * 8 / 19 / 18))
+    error = math.sqrt(11 / 19 * 8 / 19 / 18)  # a sample's standard deviation over sqrt(19)
+    assert merged["tasks"]["mergebench_gsm8k"]["stderr"] == pytest.approx(100 * error)
 
 
 def shown(name: str, shots: int, sample: dict[str, Any]) -> str:
