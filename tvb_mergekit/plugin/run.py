@@ -37,6 +37,7 @@ from tvb_mergekit.tensors.output import (
     plan_shards,
     staged,
 )
+from tvb_mergekit.tensors.passes import share_of
 
 LOG = logging.getLogger(__name__)
 # mergekit's options for its own task graph, which none of our methods runs.
@@ -88,7 +89,7 @@ def write_model(plan: Plan, document: Document, folder: Path, started: float) ->
     items, world = plan.tensors.items, ranks.world()
     limit = max(plan.options.out_shard_size or 0, 0) or sys.maxsize
     files = FolderWriter(folder, plan_shards(items, limit), {"format": "pt"})
-    plan.merge_into(into(files), ranks.share_of(items))
+    plan.merge_into(into(files), share_of(items))
     world.dismiss()  # only the leader goes on
     _write_companions(plan, document, folder)
     seconds = plan.basis.seconds

@@ -43,7 +43,7 @@ from tvb_mergekit.tensors.output import (
     into,
     staged,
 )
-from tvb_mergekit.tensors.passes import combine_pass
+from tvb_mergekit.tensors.passes import combine_pass, share_of
 from tvb_mergekit.tensors.stream import Engine
 from tvb_mergekit.tensors.taskset import TaskSet
 
@@ -176,7 +176,7 @@ def written(
         for k in dense:
             metadata = {"format": "pt", MARKER: forms[k].name}
             writers.append(FolderWriter(paths[k].parent, {paths[k].name: items}, metadata))
-        combine_pass(ranks.share_of(items), steps, into(*writers), engine, title="Bases")
+        combine_pass(share_of(items), steps, into(*writers), engine, title="Bases")
     world.collect(None)  # all have written
     if not world.leads:
         return [], []

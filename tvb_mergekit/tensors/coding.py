@@ -27,7 +27,7 @@ from torch import Tensor
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors.checkpoint import DTYPES, NAMES, RESTORE, Checkpoint, metadata_of
 from tvb_mergekit.tensors.output import MARKER, header_of
-from tvb_mergekit.tensors.passes import Piece, Reader, run
+from tvb_mergekit.tensors.passes import Piece, Read, run
 from tvb_mergekit.tensors.stream import CPU, Engine, Item, TensorInfo, Weights
 
 KEY, VERSION = "tvb_coded", 1  # of the metadata, and of the format
@@ -182,7 +182,7 @@ def _header(
 
 
 def _coded(
-    draws: Sequence[Draw], piece: Piece, reader: Reader
+    draws: Sequence[Draw], piece: Piece, read: Read
 ) -> list[tuple[list[bytes], NDArray[Any], float]]:
     """The blocks of a piece of each input, their index, and the squared error."""
     item, made = piece.item, []

@@ -25,7 +25,7 @@ from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.names import TRANSPOSED
 from tvb_mergekit.progress import silent
 from tvb_mergekit.tensors import ranks
-from tvb_mergekit.tensors.passes import RunningSums, combine_pass, count_pass, gram_pass
+from tvb_mergekit.tensors.passes import RunningSums, combine_pass, count_pass, gram_pass, share_of
 from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
 
@@ -104,8 +104,8 @@ def count_if_needed(
     if not basis.trims:
         return
     started = time.perf_counter()
-    counted = count_pass(basis.weighted_encoder, ranks.share_of(items), engine, sums)
-    ranks.world().add_up(counted)
+    counted = count_pass(basis.weighted_encoder, share_of(items), engine, sums)
+    counted = torch.stack(ranks.world().collect(counted)).sum(0)
     counted[:, 0] += zeros  # the bin of zero
     basis.histogram = counted
     basis.seconds["trim"] = time.perf_counter() - started

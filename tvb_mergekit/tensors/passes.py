@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -38,6 +38,7 @@ TABLES = 2**29  # bytes of all threads' histograms
 ALONE = threading.Lock()  # of `use_one_thread`
 Result = TypeVar("Result")
 Found = tuple[Tensor, Tensor]  # of `RunningSums`, in a piece
+Read = Callable[["Piece"], tuple[Tensor, Tensor]]  # see `reader`
 
 
 @dataclass(frozen=True)
@@ -60,65 +61,71 @@ class Piece:
         return part.read(self.start, self.stop, memory[:size].view(part.dtype))
 
 
-class Reader:
-    """The memory of one thread, on the CPU and on the device of a pass."""
+def reader(rows: int, length: int, device: torch.device) -> Read:
+    """A function with memory for one thread: theta_0 [n] and the task vectors [T, n] of a piece.
 
-    def __init__(self, rows: int, length: int, device: torch.device) -> None:
-        self.device, self._values = device, torch.empty(rows, length, device=device)
-        # A copy to an accelerator goes on while this thread fills the other buffer. Tensors of a
-        # CPU are widened at once, so that one row is enough.
-        self._gpu, pinned = device.type != "cpu", device.type == "cuda"
-        shape = (rows, 8 * length) if self._gpu else (1, 8 * length)
-        # Each with the event after the last copy from it.
-        self._buffers = deque[tuple[Tensor, torch.Event | None]](
-            (torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=pinned), None)
-            for _ in range(2 if self._gpu else 1)
-        )
+    Both are float32 on the device, until the next call. theta_0 is 0 if the item has no base.
+    """
+    values, gpu = torch.empty(rows, length, device=device), device.type != "cpu"
+    # A copy to an accelerator goes on while this thread fills the other buffer. Tensors of a CPU
+    # are widened at once, so that one row is enough.
+    shape, pinned = (rows if gpu else 1, 8 * length), device.type == "cuda"
+    # Each with the event after the last copy from it.
+    buffers = deque[tuple[Tensor, torch.Event | None]](
+        (torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=pinned), None)
+        for _ in range(1 + gpu)
+    )
 
-    def task_vectors(self, piece: Piece) -> tuple[Tensor, Tensor]:
-        """theta_0 [n] (0 if the item has no base) and the task vectors [T, n], until the next call.
-
-        Both are float32 on the device.
-        """
+    def read(piece: Piece) -> tuple[Tensor, Tensor]:
         item, event = piece.item, None
-        base, *others = rows = self._values[: 1 + len(item.inputs), : piece.numel]
-        memory, copied = self._buffers.popleft()
+        memory, copied = buffers.popleft()
         if copied is not None:
             copied.synchronize()
+        found = values[: 1 + len(item.inputs), : piece.numel]
         if item.base is None:
-            base.zero_()
-        else:
-            self._widen(item.base, piece, memory[0], base)
-        for place, (part, row) in enumerate(zip(item.inputs, others, strict=True), 1):
-            self._widen(part, piece, memory[place % len(memory)], row)
-            if part.holds == "weight":
-                row.sub_(base)
-        if self._gpu:
-            event = torch.accelerator.current_stream(self.device).record_event()
-        self._buffers.append((memory, event))
-        return base, rows[1:]
+            found[0].zero_()
+        for place, part in enumerate(item.parts, item.base is None):
+            row = found[place]
+            own = not gpu and part.dtype == row.dtype  # read into its place
+            stored = piece.stored(
+                part, row.view(torch.uint8) if own else memory[place % len(memory)]
+            )
+            if stored.data_ptr() != row.data_ptr():
+                # Moved as it is stored, and widened there: half the traffic for 16 bits.
+                row.copy_(stored.to(device, non_blocking=gpu))
+            if place and part.holds == "weight":
+                row.sub_(found[0])
+        if gpu:
+            event = torch.accelerator.current_stream(device).record_event()
+        buffers.append((memory, event))
+        return found[0], found[1:]
 
-    def _widen(self, part: Part, piece: Piece, memory: Tensor, row: Tensor) -> None:
-        if self._gpu:  # moved as it is stored, and widened there: half the traffic for 16 bits
-            row.copy_(piece.stored(part, memory).to(self.device, non_blocking=True))
-        elif part.dtype == row.dtype:
-            given = part.read(piece.start, piece.stop, row)
-            if given.data_ptr() != row.data_ptr():
-                row.copy_(given)
-        else:
-            row.copy_(piece.stored(part, memory))
+    return read
+
+
+def share_of(items: Sequence[Item]) -> list[Item]:
+    """The items that this process reads: a run of them, perhaps empty, balanced by bytes.
+
+    The middle of an item decides its run, so that no run exceeds its part by more than one item.
+    """
+    world = ranks.world()
+    world.agree([[item.name, list(item.shape), item.nbytes] for item in items])
+    ends = [0, *itertools.accumulate(item.nbytes for item in items)]
+    owners = [sum(pair) * world.size // (2 * ends[-1] or 1) for pair in itertools.pairwise(ends)]
+    last = world.size - 1  # also of empty tensors at the end
+    return [i for i, rank in zip(items, owners, strict=True) if min(rank, last) == world.rank]
 
 
 def run(
     items: Sequence[Item],
-    work: Callable[[Piece, Reader], Result],
+    work: Callable[[Piece, Read], Result],
     engine: Engine,
     title: str,
     extra: int = 0,
     grain: int = 1,
     threads: int = THREADS,
 ) -> Iterator[tuple[Piece, Result]]:
-    """Yield each piece of the items with `work(piece, reader)`, in order.
+    """Yield each piece of the items with `work(piece, read)`, in order.
 
     Args:
         extra: float32 rows that `work` needs beside theta_0 and the task vectors.
@@ -133,12 +140,12 @@ def run(
     local, device = threading.local(), engine.device
 
     def act(piece: Piece) -> Result:
-        if not hasattr(local, "reader"):
+        if not hasattr(local, "read"):
             if device.type == "cpu":
                 use_one_thread()
-            local.reader = Reader(rows, longest, device)
+            local.read = reader(rows, longest, device)
         with torch.no_grad():
-            return work(piece, local.reader)
+            return work(piece, local.read)
 
     def pieces() -> Iterator[Piece]:
         for item in items:
@@ -225,10 +232,10 @@ def gram_pass(items: Sequence[Item], tasks: Sequence[str], engine: Engine = Engi
     if not items:
         raise UserError(NO_TENSOR)
 
-    def work(piece: Piece, reader: Reader) -> Found | None:
-        return sums.of(piece.item, *reader.task_vectors(piece))
+    def work(piece: Piece, read: Read) -> Found | None:
+        return sums.of(piece.item, *read(piece))
 
-    for piece, found in run(ranks.share_of(items), work, engine, "Gram matrix"):
+    for piece, found in run(share_of(items), work, engine, "Gram matrix"):
         sums.add(piece, found)
     return sums.total()
 
@@ -242,13 +249,13 @@ def count_pass(
     """The histogram [M, BINS] of the bases B = T @ encoder in all items; `sums` of this pass."""
     weights, count = encoder.T.to(engine.device, torch.float32), encoder.shape[1]
     total = torch.zeros(count, BINS, dtype=torch.int64, device="cpu")
-    tables = dict[Reader, Tensor]()  # of each thread
+    tables = dict[int, Tensor]()  # of each thread
 
-    def work(piece: Piece, reader: Reader) -> Found | None:
-        base, tau = reader.task_vectors(piece)
-        if reader not in tables:
-            tables[reader] = torch.zeros_like(total, device=engine.device)
-        count_magnitudes(tables[reader], weights @ tau)
+    def work(piece: Piece, read: Read) -> Found | None:
+        base, tau = read(piece)
+        if (thread := threading.get_ident()) not in tables:
+            tables[thread] = torch.zeros_like(total, device=engine.device)
+        count_magnitudes(tables[thread], weights @ tau)
         return sums.of(piece.item, base, tau) if sums else None
 
     threads = max(1, TABLES // (8 * BINS * count))  # 9 MB a basis
@@ -282,22 +289,17 @@ def combine_pass(
     """
     extra = max((step.rows for step in steps.values()), default=1)
     on_device = functools.cache(lambda step: step.on(engine.device))
-    # Only the base is read of an item that stays the base's.
-    plain = [
-        item if item.name in steps else replace(item, base=item.parts[0], inputs=())
-        for item in items
-    ]
 
-    def work(piece: Piece, reader: Reader) -> Found | None:
+    def work(piece: Piece, read: Read) -> Found | None:
         item, found = piece.item, None
         if (step := steps.get(item.name)) is None:
-            stored = piece.stored(item.parts[0])
+            stored = piece.stored(item.parts[0])  # nothing else is read
             values = stored.to(item.out)[None]
             if values.dtype != stored.dtype and values.is_floating_point():
                 if (torch.isfinite(values) != torch.isfinite(stored.float())).any():
                     check_output(item.name, values, item.out)  # a finite value overflows
         else:
-            base, tau = reader.task_vectors(piece)
+            base, tau = read(piece)
             found = sums.of(item, base, tau) if sums else None
             values = on_device(step)(base, tau).to(item.out).cpu()
             try:
@@ -309,7 +311,7 @@ def combine_pass(
         sink(item, piece.start, piece.stop, values.cpu())  # a held base may be on a GPU
         return found
 
-    for piece, found in run(plain, work, engine, title, extra):
+    for piece, found in run(items, work, engine, title, extra):
         if sums is not None:
             sums.add(piece, found)
 

@@ -9,19 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from tvb_mergekit.errors import UserError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tvb_mergekit.tensors.stream import Item
 
 Value = TypeVar("Value")
 
@@ -51,19 +45,6 @@ class World:
     def leads(self) -> bool:
         return self.rank == 0
 
-    def _meet(self, collective: Callable[[Any], object]) -> None:
-        """Raise UserError if another process has ended."""
-        if self.size == 1:
-            return
-        import torch.distributed
-
-        try:
-            collective(torch.distributed)
-        except RuntimeError as error:
-            raise UserError(
-                f"rank {self.rank}: another process ended: its message or the launcher says why"
-            ) from error
-
     def led(self, make: Callable[[], Value]) -> Value:
         """The result of `make`, which rank 0 alone calls, in all."""
         return cast(Value, self.collect(make() if self.leads else None)[0])
@@ -75,14 +56,18 @@ class World:
         return done[0] if done else act()
 
     def collect(self, value: Value) -> list[Value]:
-        """Every process's value, in the order of the ranks."""
+        """Every process's value, in the order of the ranks. UserError if a process has ended."""
         values = [value] * self.size
-        self._meet(lambda dist: dist.all_gather_object(values, value))
-        return values
+        if self.size > 1:
+            import torch.distributed as dist  # slow
 
-    def add_up(self, counts: Tensor) -> None:
-        """Add every process's numbers (contiguous, on the CPU) in place."""
-        self._meet(lambda dist: dist.all_reduce(counts))
+            try:
+                dist.all_gather_object(values, value)
+            except RuntimeError as error:
+                raise UserError(
+                    f"rank {self.rank}: another process ended: its message or the launcher says why"
+                ) from error
+        return values
 
     def agree(self, what: object) -> None:
         """Raise UserError unless all processes have the same description of the tensors."""
@@ -127,16 +112,3 @@ def joined() -> Iterator[World]:
     finally:
         _worlds.pop()
         dist.destroy_process_group()
-
-
-def share_of(items: Sequence[Item]) -> list[Item]:
-    """The items that this process reads: a run of them, perhaps empty, balanced by bytes.
-
-    The middle of an item decides its run, so that no run exceeds its part by more than one item.
-    """
-    found = world()
-    found.agree([[item.name, list(item.shape), item.nbytes] for item in items])
-    ends = [0, *accumulate(item.nbytes for item in items)]
-    owners = [sum(pair) * found.size // (2 * ends[-1] or 1) for pair in pairwise(ends)]
-    last = found.size - 1  # also of empty tensors at the end
-    return [i for i, rank in zip(items, owners, strict=True) if min(rank, last) == found.rank]
