@@ -181,7 +181,7 @@ def engine_of(values: dict[str, Any]) -> Engine:
     """The engine of a command's options. One of several processes shows progress."""
     from tvb_mergekit.tensors.stream import Engine
 
-    return Engine(device_of(values["device"]), bars(values["quiet"] or not ranks.world().leads))
+    return Engine(device_of(values["device"]), bars(values["quiet"] or not ranks.leads()))
 
 
 def read_recipe(recipe: str) -> Document:

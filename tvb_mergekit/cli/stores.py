@@ -262,7 +262,7 @@ def merge(
     if dtype:
         raise UserError("--dtype is for adapters: add --lora, or give `dtype` in the recipe")
     device = str(cli.device_of(values["device"]))
-    quiet = values["quiet"] or not ranks.world().leads
+    quiet = values["quiet"] or not ranks.leads()
     document = cli.document_of(recipe, method, base)
     from tvb_mergekit.plugin.run import merge as write
 

@@ -267,11 +267,12 @@ class Plan:
 
         Raise UserError for NaN or infinity, or a zero task vector.
         """
-        settings, store, world = self.recipe.settings, self.recipe.store, ranks.world()
+        settings, store = self.recipe.settings, self.recipe.store
         check_matrices(settings, self.tasks.items)
         left = [item for item in self.tensors.items if item.counted_as is None]
         excluding = [settings, *([] if store is None else [store.settings])]
-        for item in map(Item.loaded, left[world.rank :: world.size]):
+        rank, size = ranks.place()
+        for item in map(Item.loaded, left[rank::size]):
             assert item.base is not None
             name = item.base.name
             tensor = item.whole(item.base) if name is None else self.base.tensor(name)

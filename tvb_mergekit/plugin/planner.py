@@ -76,14 +76,13 @@ def plan_only(document: Document, options: MergeOptions, zeros: Collection[str] 
 @refusing(planning=True)
 def _plan(document: Document, options: MergeOptions, zeros: Collection[str]) -> Plan:
     engine = Engine(device_of(options.device or "cpu"), bars(options.quiet))
-    world = ranks.world()
-    held, planner = world.first(lambda: _opened(document, options))
+    held, planner = ranks.first(lambda: _opened(document, options))
     recipe = document.recipe
     settings = settings_over(held[recipe.base], recipe.settings)  # with the defaults of this base
     recipe = replace(recipe, settings=settings)
     task = planner._tokenizer_task
     # mergekit orders new tokens by a set, whose order differs between processes.
-    tokenizer = None if task is None else world.led(lambda: _tokenizer(task, recipe))
+    tokenizer = None if task is None else ranks.led(lambda: _tokenizer(task, recipe))
     saved, dtype = document.config.out_dtype, document.config.dtype
     tensors = MergedTensors(recipe, held, saved or dtype, saved, zeros=zeros)
     made = (candidate(held, w, task, tokenizer, options) for w, task in planner._tensors)

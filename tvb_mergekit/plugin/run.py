@@ -59,7 +59,7 @@ def merge(document: Document, out: str, options: MergeOptions) -> None:
     if options.random_seed is not None:
         transformers.trainer_utils.set_seed(options.random_seed)
     with logging_above_bars(), unwinding(), refusing(out=out):
-        if ranks.world().leads:
+        if ranks.leads():
             check_place(out, options)
         with planned(document, options) as plan:
             with staged(out) as folder:
@@ -86,11 +86,11 @@ def write_model(plan: Plan, document: Document, folder: Path, started: float) ->
     Args:
         started: when the work began, by `time.perf_counter`.
     """
-    items, world = plan.tensors.items, ranks.world()
+    items = plan.tensors.items
     limit = max(plan.options.out_shard_size or 0, 0) or sys.maxsize
     files = FolderWriter(folder, plan_shards(items, limit), {"format": "pt"})
     plan.merge_into(into(files), share_of(items))
-    world.dismiss()  # only the leader goes on
+    ranks.dismiss()  # only the leader goes on
     _write_companions(plan, document, folder)
     seconds = plan.basis.seconds
     seconds["merge"] = time.perf_counter() - started - sum(seconds.values())

@@ -88,7 +88,7 @@ def build_store(
     Raises:
         UserError: The inputs are bad, `out` exists, or the disk is full.
     """
-    ranks.world().agree(inputs.names)
+    ranks.agree(inputs.names)
     check_output_folder(out)
     with staged(out) as folder:
         change, started = Change(folder, Path(os.path.realpath(out))), time.perf_counter()
@@ -104,7 +104,7 @@ def build_store(
             matrix = torch.cat([matrix, weights / len(basis.tasks)], dim=1)
         vectors, squares = written(change, inputs, forms, matrix, engine)
         basis.seconds["build"] = time.perf_counter() - started
-        ranks.world().dismiss()
+        ranks.dismiss()
         inputs.check_unchanged()
         numbers = {"encoder": basis.encoding.encoder, "decoder": basis.encoding.decoder}
         numbers["gram"] = basis.sums.gram
@@ -162,7 +162,7 @@ def written(
     Returns:
         In the leader the vectors, and the squared norm of the error of each code.
     """
-    world, names = ranks.world(), slugs([form.name for form in forms])
+    names = slugs([form.name for form in forms])
     dense = [k for k, form in enumerate(forms) if form.codec == "dense"]
     coded = [k for k, form in enumerate(forms) if form.codec in ("lossless", "sampled")]
     out = getattr(torch, forms[dense[0]].dtype) if dense else torch.float32
@@ -177,8 +177,8 @@ def written(
             metadata = {"format": "pt", MARKER: forms[k].name}
             writers.append(FolderWriter(paths[k].parent, {paths[k].name: items}, metadata))
         combine_pass(share_of(items), steps, into(*writers), engine, title="Bases")
-    world.collect(None)  # all have written
-    if not world.leads:
+    ranks.collect(None)  # all have written
+    if not ranks.leads():
         return [], []
     squares, made, store = [0.0] * len(forms), list[Vector](), change.store
     own = [int(column.nonzero()[0]) for column in matrix.T]  # the one model of a code

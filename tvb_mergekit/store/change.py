@@ -45,7 +45,7 @@ class Change:
         there = [store.glob("numbers-*"), *(store.glob(f"{kind}/*") for kind in KINDS)]
         found = [re.search(r"-(\d+)(\.safetensors)?$", p.name) for each in there for p in each]
         number = 1 + max((int(match[1]) for match in found if match), default=0)
-        self._number = ranks.world().led(lambda: number)
+        self._number = ranks.led(lambda: number)
         self._numbers = f"numbers-{self._number}.safetensors"
         self._made = [self._numbers]
 

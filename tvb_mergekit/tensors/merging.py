@@ -65,7 +65,7 @@ def encoded_by(tasks: TaskSet, sums: GramSums) -> Basis:
     """The basis of a task set with these unweighted sums; see `core.basis.build`."""
     started = time.perf_counter()
     # Solvers differ in the last bits between machines.
-    basis = ranks.world().led(lambda: build(tasks.settings, tasks.tasks, tasks.weights, sums))
+    basis = ranks.led(lambda: build(tasks.settings, tasks.tasks, tasks.weights, sums))
     basis.seconds = {"encode": time.perf_counter() - started}
     return basis
 
@@ -105,7 +105,7 @@ def count_if_needed(
         return
     started = time.perf_counter()
     counted = count_pass(basis.weighted_encoder, share_of(items), engine, sums)
-    counted = torch.stack(ranks.world().collect(counted)).sum(0)
+    counted = torch.stack(ranks.collect(counted)).sum(0)
     counted[:, 0] += zeros  # the bin of zero
     basis.histogram = counted
     basis.seconds["trim"] = time.perf_counter() - started
@@ -129,7 +129,7 @@ def merge_items(
         alone: as in `Combination.step`; a merge of all terms adds fl(scale * direction) last.
     """
     moving = [item for item in items if item.tunables]
-    waits = isinstance(basis, Basis) and basis.waits and (moving or ranks.world().size > 1)
+    waits = isinstance(basis, Basis) and basis.waits and (moving or ranks.place()[1] > 1)
     sums = RunningSums(basis.tasks, inner=False) if waits else None
     matrices = {i.name: count_matrices(basis.settings, i, basis.num_bases) for i in moving}
     if total := sum(matrices.values()):  # they take nearly all of the time

@@ -74,17 +74,17 @@ def staged(out: str | os.PathLike[str]) -> Iterator[Path]:
     It lies in `OUT.partial-XXXX` next to OUT, or in `OUT/.partial-XXXX` if OUT exists, perhaps as a
     mount point. After a kill the partial folder may be deleted. The leader makes it.
     """
-    target, leads = Path(os.path.realpath(out)), ranks.world().leads
+    target = Path(os.path.realpath(out))
     beside, start = target.parent, f"{target.name}.partial-"
     if target.is_dir():
         beside, start = target, ".partial-"
     outer: Path | None = None
     try:
-        if leads:
+        if ranks.leads():
             beside.mkdir(parents=True, exist_ok=True)
             outer = Path(tempfile.mkdtemp(prefix=start, dir=beside))
             (outer / target.name).mkdir()
-        folder = ranks.world().led(lambda: Path(str(outer), target.name))
+        folder = ranks.led(lambda: Path(str(outer), target.name))
         yield folder
         if not target.exists():
             os.rename(folder, target)
@@ -144,23 +144,23 @@ class FolderWriter:
     def __init__(self, folder: Path, plan: Shards, metadata: Mapping[str, str]) -> None:
         self.folder, self._local = folder, threading.local()
         self._places: dict[str, tuple[Path, int]] = {}  # file and first byte of each tensor
-        leads, where = ranks.world().leads, dict[str, str]()
+        where = dict[str, str]()
         for name, items in plan.items():
             header = header_of(metadata, {item.name: (item.out, item.shape) for item in items})
             place, path = len(header), folder / name
             for item in items:
                 self._places[item.name], where[item.name] = (path, place), name
                 place += item.written
-            if leads:
+            if ranks.leads():
                 folder.mkdir(parents=True, exist_ok=True)
                 with path.open("wb") as file:
                     file.write(header)
                     file.truncate(place)
-        if leads and len(plan) > 1:
+        if ranks.leads() and len(plan) > 1:
             total = sum(item.written for items in plan.values() for item in items)
             index = {"metadata": {"total_size": total}, "weight_map": where}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        ranks.world().led(lambda: None)
+        ranks.collect(None)
 
     def write(self, item: Item, start: int, values: Tensor) -> None:
         """Write elements of a tensor, from `start` on, at their place; in any thread."""

@@ -108,12 +108,12 @@ def share_of(items: Sequence[Item]) -> list[Item]:
 
     The middle of an item decides its run, so that no run exceeds its part by more than one item.
     """
-    world = ranks.world()
-    world.agree([[item.name, list(item.shape), item.nbytes] for item in items])
+    ranks.agree([[item.name, list(item.shape), item.nbytes] for item in items])
+    own, size = ranks.place()
     ends = [0, *itertools.accumulate(item.nbytes for item in items)]
-    owners = [sum(pair) * world.size // (2 * ends[-1] or 1) for pair in itertools.pairwise(ends)]
-    last = world.size - 1  # also of empty tensors at the end
-    return [i for i, rank in zip(items, owners, strict=True) if min(rank, last) == world.rank]
+    owners = [sum(pair) * size // (2 * ends[-1] or 1) for pair in itertools.pairwise(ends)]
+    # The last one reads empty tensors at the end too.
+    return [i for i, rank in zip(items, owners, strict=True) if min(rank, size - 1) == own]
 
 
 def run(
@@ -221,7 +221,7 @@ class RunningSums:
 
     def total(self) -> GramSums:
         """The sums of all processes, in the order of the tensors."""
-        every = ranks.world().collect(self._each)
+        every = ranks.collect(self._each)
         zero = GramSums.zero(len(self.tasks), self.inner)
         return functools.reduce(GramSums.plus, [sums for each in every for sums in each], zero)
 

@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar, cast
 
@@ -34,81 +33,79 @@ def one_only(what: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class World:
-    """The processes of a command. All call the same methods in the same order."""
-
-    rank: int = 0
-    size: int = 1
-
-    @property
-    def leads(self) -> bool:
-        return self.rank == 0
-
-    def led(self, make: Callable[[], Value]) -> Value:
-        """The result of `make`, which rank 0 alone calls, in all."""
-        return cast(Value, self.collect(make() if self.leads else None)[0])
-
-    def first(self, act: Callable[[], Value]) -> Value:
-        """The result of `act`, which rank 0 calls first: to download models, to refuse."""
-        done = [act()] if self.leads else []
-        self.led(lambda: None)
-        return done[0] if done else act()
-
-    def collect(self, value: Value) -> list[Value]:
-        """Every process's value, in the order of the ranks. UserError if a process has ended."""
-        values = [value] * self.size
-        if self.size > 1:
-            import torch.distributed as dist  # slow
-
-            try:
-                dist.all_gather_object(values, value)
-            except RuntimeError as error:
-                raise UserError(
-                    f"rank {self.rank}: another process ended: its message or the launcher says why"
-                ) from error
-        return values
-
-    def agree(self, what: object) -> None:
-        """Raise UserError unless all processes have the same description of the tensors."""
-        for rank, other in enumerate(found := self.collect(what)):
-            if other != found[0]:
-                raise UserError(
-                    f"rank {rank} finds other tensors than rank 0: the processes must see the "
-                    "same files, with the same versions of all packages"
-                )
-
-    def dismiss(self) -> None:
-        """End all processes except rank 0, when all have come here."""
-        self.collect(None)
-        if not self.leads:
-            raise SystemExit(0)
+_rank, _size = 0, 1  # of this process, and of all of the command
 
 
-_worlds = [World()]  # the last is the present one
+def place() -> tuple[int, int]:
+    """The rank of this process, and the number of all."""
+    return _rank, _size
 
 
-def world() -> World:
-    return _worlds[-1]
+def leads() -> bool:
+    return _rank == 0
+
+
+def led(make: Callable[[], Value]) -> Value:
+    """The result of `make`, which rank 0 alone calls, in all."""
+    return cast(Value, collect(make() if leads() else None)[0])
+
+
+def first(act: Callable[[], Value]) -> Value:
+    """The result of `act`, which rank 0 calls first: to download models, to refuse."""
+    done = [act()] if leads() else []
+    collect(None)
+    return done[0] if done else act()
+
+
+def collect(value: Value) -> list[Value]:
+    """Every process's value, in the order of the ranks. UserError if a process has ended."""
+    values = [value] * _size
+    if _size > 1:
+        import torch.distributed as dist  # slow
+
+        try:
+            dist.all_gather_object(values, value)
+        except RuntimeError as error:
+            raise UserError(
+                f"rank {_rank}: another process ended: its message or the launcher says why"
+            ) from error
+    return values
+
+
+def agree(what: object) -> None:
+    """Raise UserError unless all processes have the same description of the tensors."""
+    for rank, other in enumerate(found := collect(what)):
+        if other != found[0]:
+            raise UserError(
+                f"rank {rank} finds other tensors than rank 0: the processes must see the same "
+                "files, with the same versions of all packages"
+            )
+
+
+def dismiss() -> None:
+    """End all processes except rank 0, when all have come here."""
+    collect(None)
+    if not leads():
+        raise SystemExit(0)
 
 
 @contextmanager
-def joined() -> Iterator[World]:
+def joined() -> Iterator[None]:
     """Connect the processes that a launcher started for a command."""
-    made = World(launched("RANK", 0), launched("WORLD_SIZE", 1))
-    if made.size == 1:
-        yield made
+    global _rank, _size
+    rank, size = launched("RANK", 0), launched("WORLD_SIZE", 1)
+    if size == 1:
+        yield
         return
     import torch.distributed as dist
 
     # A dead process is seen at once, and a live one may download or read models.
-    day = timedelta(days=1)
-    dist.init_process_group("gloo", timeout=day, rank=made.rank, world_size=made.size)
-    if not made.leads:
+    dist.init_process_group("gloo", timeout=timedelta(days=1), rank=rank, world_size=size)
+    _rank, _size = rank, size
+    if not leads():
         logging.disable(logging.WARNING)
-    _worlds.append(made)
     try:
-        yield made
+        yield
     finally:
-        _worlds.pop()
+        _rank, _size = 0, 1
         dist.destroy_process_group()
