@@ -225,13 +225,14 @@ def described(
         "base_path": os.path.abspath(path) if os.path.exists(path) else None,
         "tensors": inputs.names,
         "twins": {**inputs.tied, **{n: base.canonical(n) for n in sorted(lent)}},
-        "model_bytes": inputs.model_bytes,
+        "model_bytes": sum(source.nbytes for source in inputs.sources),
         "vectors": list(vectors),
     }
     if kind == "none":
         norms = basis.sums.scaled([1 / w for w in basis.weights]).norms
         made["errors"] = dict(zip(basis.tasks, map(lost, vectors, squares, norms), strict=True))
-    if inputs.sampled:  # what is lost of the models is not known
+    sampled = any(part.share < 1 for item in inputs.items for part in item.inputs)
+    if sampled:  # what is lost of the models is not known
         made |= {"errors": dict.fromkeys(basis.tasks), **UNKNOWN}
     return made
 

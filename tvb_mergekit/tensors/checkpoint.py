@@ -46,22 +46,11 @@ SAVE_AGAIN = (
 )
 
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "C64": torch.complex64,
-    "BOOL": torch.bool,
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
+    **{"BF16": torch.bfloat16, "C64": torch.complex64, "BOOL": torch.bool},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -73,8 +62,7 @@ class Checkpoint(Weights):
     folder: Path
     shards: tuple[str, ...]
     tensors: dict[str, TensorInfo]
-    # A shard's mapped file; its tensors, if it is in PyTorch's format
-    _mapped: dict[str, Any] = field(default_factory=dict, repr=False)
+    _mapped: dict[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
     _open: tuple[str, Any] = field(default=("", None), repr=False)  # the last file that was read
     _seen: dict[str, object] = field(default_factory=dict, repr=False)  # identities of the shards
     _lock: Any = field(default_factory=threading.Lock, repr=False)
@@ -89,11 +77,11 @@ class Checkpoint(Weights):
         made._seen = {shard: _identity(folder / shard) for shard in names}  # before it is read
         for shard, own in names.items():
             if shard.endswith(".safetensors"):
-                held, made._mapped[shard] = _open_safetensors(folder, shard)
+                held = _open_safetensors(folder, shard)
             else:
                 mapped = _map_pickle(folder / shard)
                 held = infos_of(mapped.items(), shard)  # finds tied tensors by their memory
-                made._mapped[shard] = {name: value.contiguous() for name, value in mapped.items()}
+                made._mapped |= {(shard, name): t.contiguous() for name, t in mapped.items()}
             for name in held if own is None else own:
                 if name not in held:
                     raise UserError(
@@ -110,15 +98,6 @@ class Checkpoint(Weights):
             return str(json.loads((self.folder / "config.json").read_bytes())["model_type"])
         return None
 
-    def tensor(self, name: str) -> Tensor:
-        """The tensor, mapped into memory."""
-        name = self.canonical(name)
-        shard = self.tensors[name].shard
-        self.check_unchanged(shard)
-        held = self._mapped[shard]
-        tensor: Tensor = held[name] if isinstance(held, dict) else held.get_tensor(name)
-        return tensor
-
     def read(self, name: str, start: int, stop: int, out: Tensor) -> Tensor:
         """Elements `start` to `stop` of the flattened tensor, as a view of `out`.
 
@@ -127,7 +106,9 @@ class Checkpoint(Weights):
         info = self.tensors[name]
         chunk = out[: stop - start]
         if info.offset is None:  # a PyTorch file
-            return chunk.copy_(self.tensor(name).view(-1)[start:stop])
+            self.check_unchanged(info.shard)
+            mapped = self._mapped[info.shard, self.canonical(name)]
+            return chunk.copy_(mapped.view(-1)[start:stop])
         data: Any = chunk.view(torch.uint8).numpy()
         with self._lock:  # threads share one open file: hundreds of models have as many
             if self._open[0] != info.shard:
@@ -222,11 +203,11 @@ def _read_index(index: Path) -> dict[str, list[str] | None]:
     return dict(sorted(shards.items()))
 
 
-def _open_safetensors(folder: Path, shard: str) -> tuple[dict[str, TensorInfo], Any]:
-    """The tensors of a file, and the maps that hold them."""
+def _open_safetensors(folder: Path, shard: str) -> dict[str, TensorInfo]:
+    """The tensors of a file."""
     path = folder / shard
     try:
-        mapped = safetensors.safe_open(path, framework="pt")  # compares header and file size
+        safetensors.safe_open(path, framework="pt")  # compares header and file size
     except safetensors.SafetensorError as error:
         raise UserError(
             f"{path}: truncated, damaged or not a safetensors file ({error}); download it again"
@@ -241,7 +222,7 @@ def _open_safetensors(folder: Path, shard: str) -> tuple[dict[str, TensorInfo], 
             raise UserError(f"{path}: tensor `{name}` is {entry['dtype']}, which is not supported")
         offset = 8 + length + entry["data_offsets"][0]
         infos[name] = TensorInfo(tuple(entry["shape"]), dtype, shard, offset=offset)
-    return infos, mapped
+    return infos
 
 
 def _map_pickle(path: Path) -> dict[str, Tensor]:

@@ -135,9 +135,6 @@ def merge_items(
     if total := sum(matrices.values()):  # they take nearly all of the time
         update = engine.progress("Merged model", total, "matrix")
         engine = replace(engine, progress=silent)
-    else:
-        update = engine.progress("Merged model", sum(item.nbytes for item in items))
-        engine = replace(engine, progress=lambda *_: update)
     step_of, far = functools.lru_cache(basis.step), list[str]()  # most are alike
     for name, group in itertools.groupby(items, lambda i: i.name if matrices.get(i.name) else None):
         some = list(group)

@@ -54,11 +54,8 @@ class Piece:
         return self.stop - self.start
 
     def stored(self, part: Part, memory: Tensor | None = None) -> Tensor:
-        """Elements [n] of a part, in its dtype: on the CPU, or where a tensor in memory is."""
-        size = self.numel * part.dtype.itemsize
-        if memory is None:
-            memory = torch.empty(size, dtype=torch.uint8, device="cpu")
-        return part.read(self.start, self.stop, memory[:size].view(part.dtype))
+        """Elements [n] of a part; see `Part.between`."""
+        return part.between(self.start, self.stop, memory)
 
 
 def reader(rows: int, length: int, device: torch.device) -> Read:

@@ -17,6 +17,7 @@ from typing import TypeVar, cast
 from tvb_mergekit.errors import UserError
 
 Value = TypeVar("Value")
+_rank, _size = 0, 1  # of this process, and of all of the command
 
 
 def launched(name: str, otherwise: int) -> int:
@@ -31,9 +32,6 @@ def one_only(what: str) -> None:
             f"{what} runs in one process, and was started {size} times (WORLD_SIZE): start it "
             "without the launcher (`tvb build`, `tvb merge` work in several processes)"
         )
-
-
-_rank, _size = 0, 1  # of this process, and of all of the command
 
 
 def place() -> tuple[int, int]:

@@ -186,6 +186,13 @@ class Part:
         flat = tensor.detach().reshape(-1)
         return cls(tensor.dtype, lambda a, b, _: flat[a - first : b - first])
 
+    def between(self, start: int, stop: int, memory: Tensor | None = None) -> Tensor:
+        """Elements in their dtype, on the CPU, or where a tensor in memory is; `memory`: bytes."""
+        size = (stop - start) * self.dtype.itemsize
+        if memory is None:
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return self.read(start, stop, memory[:size].view(self.dtype))
+
 
 @dataclass(frozen=True)
 class Item:
@@ -248,8 +255,7 @@ class Item:
 
     def whole(self, part: Part) -> Tensor:
         """A part of it, complete."""
-        buffer = torch.empty(self.numel, dtype=part.dtype, device="cpu")
-        return part.read(self.first, self.first + self.numel, buffer)
+        return part.between(self.first, self.first + self.numel)
 
 
 # A receiver of outputs: sink(item, start, stop, values). Several threads call it with the pieces of

@@ -56,11 +56,6 @@ class TaskSet:
         return [item.name for item in self.items]
 
     @property
-    def sampled(self) -> bool:
-        """Whether the Gram matrix is that of the models, and not of the vectors that are read."""
-        return any(part.share < 1 for item in self.items for part in item.inputs)
-
-    @property
     def adapters(self) -> list[Adapter]:
         return [source for source in self.sources if isinstance(source, Adapter)]
 
@@ -68,11 +63,6 @@ class TaskSet:
         """Raise UserError if a file of the inputs was changed after it was opened."""
         for weights in (self.base, *self.sources):
             weights.check_unchanged()
-
-    @property
-    def model_bytes(self) -> int:
-        """Bytes of the T models."""
-        return sum(source.nbytes for source in self.sources)
 
     @property
     def own_dtype(self) -> torch.dtype:
