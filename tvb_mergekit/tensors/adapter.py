@@ -23,8 +23,8 @@ from torch import Tensor
 from tvb_mergekit.core.gram import AT_ONCE, Factors, damage
 from tvb_mergekit.errors import UserError, one_line
 from tvb_mergekit.names import IN_OUT, TRANSPOSED, tied_uses
-from tvb_mergekit.tensors.checkpoint import Checkpoint, tie
-from tvb_mergekit.tensors.stream import Weights
+from tvb_mergekit.tensors.checkpoint import Checkpoint, equal, tie
+from tvb_mergekit.tensors.stream import Part, Weights
 
 CONFIG = "adapter_config.json"
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
@@ -245,9 +245,7 @@ class Adapter(Weights):
             raise self._not_plain(f"uses DoRA or biases (`{key}`)")
         name = self._found(_SAVED.sub("", name), key)
         self._check_shape(key, self.file.tensors[key].shape, name)
-        both = self.file.tensor(key), self.under.tensor(name)
-        pairs = zip(*(each.reshape(-1).split(AT_ONCE) for each in both), strict=True)
-        if all(torch.equal(one.float(), other.float()) for one, other in pairs):
+        if equal(Part.of(self.file, key), Part.of(self.under, name)):
             return
         if ".base_layer." in key:
             raise self._not_plain(f"changes the weight that it adapts (`{key}`)")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pickle
 import threading
@@ -27,9 +28,10 @@ import safetensors
 import torch
 from torch import Tensor
 
+from tvb_mergekit.core.gram import AT_ONCE
 from tvb_mergekit.errors import UserError, one_line
 from tvb_mergekit.names import INPUT_EMBEDDING, OUTPUT_EMBEDDING, tied_uses
-from tvb_mergekit.tensors.stream import TensorInfo, Weights, infos_of
+from tvb_mergekit.tensors.stream import Part, TensorInfo, Weights, infos_of
 
 # In mergekit's and transformers' order of preference.
 _STEMS = ("model.safetensors", "pytorch_model.bin")
@@ -293,20 +295,27 @@ def lend(model: Weights, name: str, of: str) -> None:
 
 def _compare(model: Weights) -> None:
     """Note which embeddings and output layers of a model have equal bytes."""
-    firsts: list[str] = []
+    firsts: list[Part] = []
     for name in tied_uses(model.tensors):
         info = model.tensors[name]
         if info.alias_of is None:
-            first = next((other for other in firsts if _equal(model, other, name)), None)
+            own = Part.of(model, name)
+            first = next((o.name for o in firsts if o.dtype == own.dtype and equal(o, own)), None)
             model.tensors[name] = replace(info, alias_of=first)
-            firsts += [] if first else [name]
+            firsts += [] if first else [own]
 
 
-def _equal(model: Weights, one: str, other: str) -> bool:
-    first, second = model.tensors[one], model.tensors[other]
-    if (first.shape, first.dtype) != (second.shape, second.dtype):
+def equal(one: Part, other: Part) -> bool:
+    """Whether two stored tensors are equal, by their bytes if they have one dtype."""
+    if one.shape != other.shape:
         return False
-    return torch.equal(*(model.tensor(n).reshape(-1).view(torch.uint8) for n in (one, other)))
+    numel = math.prod(one.shape or ())
+    for start in range(0, numel, AT_ONCE):  # up to the first difference
+        pair = [each.between(start, min(start + AT_ONCE, numel)) for each in (one, other)]
+        bits = one.dtype == other.dtype
+        if not torch.equal(*(each.view(torch.uint8) if bits else each.float() for each in pair)):
+            return False
+    return True
 
 
 def _tied_to(

@@ -34,7 +34,6 @@ SHORTEST = 2**12  # elements of a piece, except the last of a tensor; a power of
 THREADS = 8  # at most, on a CPU
 DEVICE_THREADS = 4  # that read for an accelerator: one alone is slower than the copy to it
 AHEAD = 2  # results that may wait for an earlier one
-TABLES = 2**29  # bytes of all threads' histograms
 ALONE = threading.Lock()  # of `use_one_thread`
 Result = TypeVar("Result")
 Found = tuple[Tensor, Tensor]  # of `RunningSums`, in a piece
@@ -120,14 +119,12 @@ def run(
     title: str,
     extra: int = 0,
     grain: int = 1,
-    threads: int = THREADS,
 ) -> Iterator[tuple[Piece, Result]]:
     """Yield each piece of the items with `work(piece, read)`, in order.
 
     Args:
         extra: float32 rows that `work` needs beside theta_0 and the task vectors.
         grain: pieces begin at its multiples; a power of two.
-        threads: at most.
     """
     update = engine.progress(title, sum(item.nbytes for item in items))
     rows = 1 + max((len(item.inputs) for item in items), default=0)
@@ -152,7 +149,7 @@ def run(
             for start in range(item.first, max(item.first + 1, stop), length):
                 yield Piece(item, start, min(start + length, stop))
 
-    threads = min(torch.get_num_threads() if device.type == "cpu" else DEVICE_THREADS, threads)
+    threads = min(torch.get_num_threads(), THREADS) if device.type == "cpu" else DEVICE_THREADS
     waiting: deque[tuple[Piece, Future[Result]]] = deque()
     pool = ThreadPoolExecutor(threads, "tvb-pass")
     try:
@@ -246,7 +243,7 @@ def count_pass(
     """The histogram [M, BINS] of the bases B = T @ encoder in all items; `sums` of this pass."""
     weights, count = encoder.T.to(engine.device, torch.float32), encoder.shape[1]
     total = torch.zeros(count, BINS, dtype=torch.int64, device="cpu")
-    tables = dict[int, Tensor]()  # of each thread
+    tables = dict[int, Tensor]()  # of each thread, 9 MB a basis
 
     def work(piece: Piece, read: Read) -> Found | None:
         base, tau = read(piece)
@@ -255,10 +252,8 @@ def count_pass(
         count_magnitudes(tables[thread], weights @ tau)
         return sums.of(piece.item, base, tau) if sums else None
 
-    threads = max(1, TABLES // (8 * BINS * count))  # 9 MB a basis
     # The bins of one basis are int32, their ones int64.
-    title, extra = "Trim thresholds", count + 3
-    for piece, found in run(items, work, engine, title, extra, threads=threads):
+    for piece, found in run(items, work, engine, "Trim thresholds", extra=count + 3):
         if sums is not None:
             sums.add(piece, found)
     for table in tables.values():
