@@ -22,11 +22,7 @@ def may_be_on_the_hub(path: str) -> bool:
 
 
 def local(path: str | os.PathLike[str]) -> str:
-    """The path itself, or the folder of the snapshot of USER/NAME or USER/NAME@REVISION.
-
-    Raises:
-        UserError: neither a path nor a repository that can be read.
-    """
+    """The path, or the snapshot's folder of USER/NAME or USER/NAME@REVISION; or UserError."""
     text = os.fspath(path)
     name, _, revision = text.partition("@")
     if os.path.exists(text) or "/" not in name or not may_be_on_the_hub(name):

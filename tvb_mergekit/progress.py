@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tqdm
@@ -57,14 +57,6 @@ def bars(quiet: bool) -> Progress:
         return update
 
     return start
-
-
-@contextmanager
-def phase(title: str) -> Iterator[None]:
-    """Log at INFO how long the body took."""
-    started = time.perf_counter()
-    yield
-    LOG.info("%s: %.2f s", title, time.perf_counter() - started)
 
 
 def logging_above_bars() -> AbstractContextManager[None]:

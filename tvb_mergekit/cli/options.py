@@ -16,7 +16,7 @@ import click
 
 from tvb_mergekit import hub
 from tvb_mergekit.errors import UserError, check_known, refusing, unwinding
-from tvb_mergekit.progress import bars, logging_above_bars, phase
+from tvb_mergekit.progress import bars, logging_above_bars
 from tvb_mergekit.store import STORE
 from tvb_mergekit.tensors import ranks
 
@@ -140,12 +140,11 @@ def command(
 
 def import_mergekit() -> None:
     """Import mergekit and the adapter. Exit if the hook has refused this mergekit."""
-    with phase("Importing mergekit"):
-        from tvb_mergekit.plugin import ready
+    from tvb_mergekit.plugin import ready
 
-        if not ready():
-            sys.exit(1)
-        importlib.import_module("tvb_mergekit.plugin.inputs")
+    if not ready():
+        sys.exit(1)
+    importlib.import_module("tvb_mergekit.plugin.inputs")
 
 
 def model_options(values: dict[str, Any], **more: Any) -> Options:

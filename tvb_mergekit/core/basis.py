@@ -22,7 +22,6 @@ from tvb_mergekit.core.gram import Encoding, Gram, GramSums
 from tvb_mergekit.core.methods.ties import trim_thresholds
 from tvb_mergekit.core.settings import BASES, EVEN, METHODS, Settings
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.progress import phase
 
 Term = tuple[float, Tensor]  # a scale, and the weights [T, K] of the directions that it scales
 
@@ -222,8 +221,7 @@ def build(
     if raw is None and settings.basis in EVEN:  # only the sum of the bases is known, and counts
         encoding = Gram.of(gram).encoding(np.full((count, settings.bases_of(count)), 1 / count))
     else:
-        with phase("Encoding"):
-            encoding = encode(gram, settings)
+        encoding = encode(gram, settings)
     scales = torch.tensor(weights, dtype=torch.float64, device="cpu")[:, None]
     weighted = scales * encoding.encoder, scales * encoding.reconstruction
     return Basis(settings, tasks, *weighted, sums, encoding, weights)

@@ -33,7 +33,7 @@ from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import MergedTensors, Plan
 from tvb_mergekit.plugin.recipe import Recipe, identity_of
 from tvb_mergekit.plugin.sources import candidate, give_loaders, stored_names
-from tvb_mergekit.progress import bars, phase
+from tvb_mergekit.progress import bars
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint, tie
@@ -114,7 +114,6 @@ def _tokenizer(task: Any, recipe: Recipe) -> Any:
     return found
 
 
-@phase("Planning")
 def _opened(
     document: Document, options: MergeOptions
 ) -> tuple[dict[ModelReference, Weights], _Planner]:
