@@ -187,8 +187,8 @@ class Adapter(Weights):
             chunk.zero_()
         else:
             weights, own = (self.under, name) if key is None else (self.file, key)
-            theta, base = _floats(weights, own, start, stop), _floats(self.base, name, start, stop)
-            torch.sub(theta, base, out=chunk)
+            theta, base = weights.elements(own, start, stop), self.base.elements(name, start, stop)
+            torch.sub(theta.float(), base.float(), out=chunk)
         if key is not None:
             return chunk
         origin = 0  # of a matrix
@@ -367,8 +367,3 @@ class Adapter(Weights):
     def _error(self, text: str) -> UserError:
         who = f" (task `{self.label}`)" if self.label else ""
         return UserError(f"adapter {self.path}{who}: {text}")
-
-
-def _floats(weights: Weights, name: str, start: int, stop: int) -> Tensor:
-    buffer = torch.empty(stop - start, dtype=weights.tensors[name].dtype)
-    return weights.read(name, start, stop, buffer).float()

@@ -285,9 +285,7 @@ class Coded(Weights):
     def _base(self, name: str, block: int, length: int) -> Tensor:
         """The base's block, in the base's dtype."""
         assert self.base is not None, "a vector of a store is read with its base"
-        first = block * BLOCK
-        buffer = torch.empty(length, dtype=self.base.tensors[name].dtype, device="cpu")
-        return self.base.read(name, first, first + length, buffer)
+        return self.base.elements(name, block * BLOCK, block * BLOCK + length)
 
     def _entries(self, name: str, block: int, base: Tensor | None, theta: Tensor) -> None:
         """Fill `theta` with the entries that a block was encoded from.
@@ -297,8 +295,7 @@ class Coded(Weights):
         """
         index, ends = self._index(name)
         size, form, known = index[block].tolist()
-        stored = torch.empty(size, dtype=torch.uint8, device="cpu")
-        self.stored.read(name, int(ends[block]) - size, int(ends[block]), stored)
+        stored = self.stored.elements(name, int(ends[block]) - size, int(ends[block]))
         if base is None and form == UNITS:
             base = self._base(name, block, len(theta))
         if not decode(form, stored, base, theta) or checksum(theta) != known:
@@ -321,8 +318,7 @@ class Coded(Weights):
         if name not in self._indices:
             size = self.stored.tensors[name].nbytes
             first = size - INDEX.itemsize * self._blocks(name)
-            held = self.stored.read(name, first, size, torch.empty(size - first, dtype=torch.uint8))
-            index = held.numpy().view(INDEX)
+            index = self.stored.elements(name, first, size).numpy().view(INDEX)
             ends = np.cumsum(index["bytes"], dtype=np.int64)
             if ends[-1:].sum() != first:
                 raise self.damaged(name)

@@ -34,7 +34,6 @@ SHORTEST = 2**12  # elements of a piece, except the last of a tensor; a power of
 THREADS = 8  # at most, on a CPU
 DEVICE_THREADS = 4  # that read for an accelerator: one alone is slower than the copy to it
 AHEAD = 2  # results that may wait for an earlier one
-ALONE = threading.Lock()  # of `use_one_thread`
 Result = TypeVar("Result")
 Found = tuple[Tensor, Tensor]  # of `RunningSums`, in a piece
 Read = Callable[["Piece"], tuple[Tensor, Tensor]]  # see `reader`
@@ -136,7 +135,7 @@ def run(
     def act(piece: Piece) -> Result:
         if not hasattr(local, "read"):
             if device.type == "cpu":
-                use_one_thread()
+                torch.set_num_threads(1)
             local.read = reader(rows, longest, device)
         with torch.no_grad():
             return work(piece, local.read)
@@ -149,7 +148,8 @@ def run(
             for start in range(item.first, max(item.first + 1, stop), length):
                 yield Piece(item, start, min(start + length, stop))
 
-    threads = min(torch.get_num_threads(), THREADS) if device.type == "cpu" else DEVICE_THREADS
+    before = torch.get_num_threads()
+    threads = min(before, THREADS) if device.type == "cpu" else DEVICE_THREADS
     waiting: deque[tuple[Piece, Future[Result]]] = deque()
     pool = ThreadPoolExecutor(threads, "tvb-pass")
     try:
@@ -162,17 +162,7 @@ def run(
                 update(done.numel * sum(part.dtype.itemsize for part in done.item.parts))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def use_one_thread() -> None:
-    """Let PyTorch use one thread in this new thread, and as many as before in all others."""
-    with ALONE:
-        # Asking first matters: a thread takes the process's number the first time that it needs it.
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)  # also of the threads that begin later
-        other = threading.Thread(target=torch.set_num_threads, args=[before])
-        other.start()
-        other.join()
+        torch.set_num_threads(before)  # of the threads that begin later
 
 
 class RunningSums:

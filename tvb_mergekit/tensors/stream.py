@@ -58,8 +58,12 @@ class Weights:
     def tensor(self, name: str) -> Tensor:
         """The complete tensor on the CPU, in its stored dtype; treat it as read-only."""
         info = self.tensors[name]
-        flat = torch.empty(info.numel, dtype=info.dtype, device="cpu")
-        return self.read(name, 0, info.numel, flat).view(info.shape)
+        return self.elements(name, 0, info.numel).view(info.shape)
+
+    def elements(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop` of the flattened tensor, on the CPU in its stored dtype."""
+        dtype = self.tensors[name].dtype
+        return self.read(name, start, stop, torch.empty(stop - start, dtype=dtype, device="cpu"))
 
     def whole(self, name: str) -> Tensor:
         """The complete weight, also of a source of differences that knows its base."""
@@ -118,9 +122,9 @@ class Weights:
         digest = hashlib.sha256()
         for name, start, stop in self.samples():
             info = self.tensors[name]
-            sample = self.read(name, start, stop, torch.empty(stop - start, dtype=info.dtype))
             digest.update(f"{name}|{info.dtype}|{info.shape}|".encode())
-            digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
+            sample = self.elements(name, start, stop).contiguous()
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def samples(self) -> Iterator[tuple[str, int, int]]:

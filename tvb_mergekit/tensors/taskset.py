@@ -168,7 +168,7 @@ def _notes(
     base: Weights, sources: Sequence[Weights], tasks: Sequence[str], settings: Settings
 ) -> list[str]:
     """A line about each model whose tensors are not those of the base."""
-    notes, lost, wanted = [], set[str](), _floating(base, settings).values()
+    notes, lost, wanted = [], set[str](), _absent(base, NO_WEIGHTS, settings)
     for task, source in zip(tasks, sources, strict=True):
         missing, extra = _absent(base, source, settings), _absent(source, base, settings)
         check_renamed({n: base.tensors[n].shape for n in missing},
@@ -283,16 +283,14 @@ def check_most(part: int, whole: int, why: str) -> None:
         )
 
 
-def _floating(weights: Weights, settings: Settings) -> dict[str, str]:
-    """The floating-point tensors that `exclude` does not match, each under one name."""
+def _absent(weights: Weights, other: Weights, settings: Settings) -> list[str]:
+    """The tensors, each under one name, that `other` has under none of their names.
+
+    They are of floating point, and `exclude` does not match them.
+    """
+    there = {weights.canonical(name) for name in weights.tensors if name in other.tensors}
     found: dict[str, str] = {}
     for name, info in weights.tensors.items():
         if info.dtype.is_floating_point and not settings.excludes(name):
             found.setdefault(weights.canonical(name), name)
-    return found
-
-
-def _absent(weights: Weights, other: Weights, settings: Settings) -> list[str]:
-    """The floating-point tensors that `other` has under none of their names."""
-    there = {weights.canonical(name) for name in weights.tensors if name in other.tensors}
-    return [name for place, name in _floating(weights, settings).items() if place not in there]
+    return [name for place, name in found.items() if place not in there]
