@@ -178,7 +178,6 @@ PLAIN = {"steps": 50, "weight_decay": 0.0}
                 "anneal_factor": 0.3}),
         (8, 4, {"steps": 300, "basis": "linear_ae", "temperature": 2.0}),
         (1, 1, PLAIN),
-        (5, 5, PLAIN),
         (33, 2, PLAIN),
     ],
 )  # fmt: skip

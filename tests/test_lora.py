@@ -282,7 +282,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # None: no such t
     ({}, {A: torch.ones(4, 32, 1, 1)}, f"expected a matrix of floats.*{FIRST}"),
     ({"init_lora_weights": "pissa_niter_4"}, {}, f"has `init_lora_weights: pissa.*{FIRST}"),
     ({"peft_type": "LOHA"}, {}, f"has `peft_type: LOHA`.*{FIRST}"),
-    ({"peft_type": None}, {}, f"has `peft_type: not named`.*{FIRST}"),
     ({}, {A: None}, "holds `.*lora_B.weight` but not its other half, lora_A"),
     ({"base_model_name_or_path": "org/base"},
      {f"{Q}x.lora_A.weight": torch.ones(4, 32), f"{Q}x.lora_B.weight": torch.ones(32, 4)},

@@ -4,7 +4,6 @@ import json
 import math
 import sqlite3
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import get_data
@@ -14,7 +13,7 @@ import real.study
 import torch
 import yaml
 from click.testing import CliRunner
-from real import cells, forgetting, plan, tables, tasks
+from real import cells, plan, tables, tasks
 from real import model as one_pass
 from real import train as training
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -111,20 +110,6 @@ def test_the_study_measures_each_kind_of_cell_once(world, monkeypatch):
     call(real.study.main, world, *words)
     assert files == {file: file.stat().st_mtime_ns for file in files}
     assert page.read_text() == text and cells.read(kept) == records
-
-
-def test_random_projections() -> None:
-    """RandProj is the orthogonal projection."""
-    generator = torch.Generator().manual_seed(3)
-    base = {"a": torch.zeros(4, 5), "b": torch.zeros(10)}
-    vector = {name: torch.randn(t.shape, generator=generator) for name, t in base.items()}
-    run: Any = SimpleNamespace(base=base, task_vector=lambda task: vector)
-    found = forgetting.random_projection(run, 6, 1)("task")
-    flat = torch.cat([vector[n].flatten() for n in base]).double()
-    omega = torch.randn(30, 6, generator=torch.Generator().manual_seed(1)).double()
-    expected = omega @ torch.linalg.lstsq(omega, flat[:, None]).solution.flatten()
-    projected = torch.cat([found[n].flatten() for n in base]).double()
-    torch.testing.assert_close(projected, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_tables_are_means_of_shares_and_paired_tests() -> None:
