@@ -394,13 +394,10 @@ def test_adapters_merge_to_an_adapter_without_loss(world, tmp_path, case, family
     models, out = world(family_of), tmp_path / "out"
     tvb("merge", write(models.recipe(method, **keys), tmp_path / "r"), out, "--lora", "--quiet")
     found = {n: change for n, change in changes(models.base, out).items() if change.any()}
-    base, opened = models.states[0], Checkpoint.open(models.base)
-    adapters = [Adapter(each.partition("+")[2], opened).factors for each in models.listed]
-    tuned = [{n: t + (dense(of[n]) if n in of else 0) for n, t in base.items()} for of in adapters]
-    names = [name for name in base if any(name in of for of in adapters)]
-    own = keys.get("own", {})
+    base, own = models.states[0], keys.get("own", {})
+    names = [name for name in base if name not in models.copied]
     weights = [own.get(number, {}).get("weight", 1.0) for number in range(3)]
-    known = Dense(base, tuned, names, weights)
+    known = Dense(base, models.states[1:], names, weights)
     varying: Any = {"lambda": lambda name: 0.2 if "mlp" in name else 0.7}
     varying = varying if keys.get("lambda") is FILTERS else None
     if method == "basis_wudi" and family_of == "conv1d adapters":  # by the base's config.json
@@ -419,8 +416,8 @@ def test_mistakes_in_merges_to_adapters(world, tmp_path):
     made, words, llama = world("mixed adapters"), ("--lora", "--quiet"), world("llama")
     two = recipe("basis_ta", llama.base, llama.listed[:2])
     parts = made.recipe()
-    every = [parts["base_model"], *(each["model"] for each in parts.pop("models"))]
-    sliced = {"slices": [{"sources": [{"model": each, "layer_range": [0, 1]} for each in every]}]}
+    del parts["models"]
+    sliced = commands.slices(made.base, made.listed, [(0, 1)])
     train(made.base, tmp_path / "trained", modules_to_save=["lm_head"])
     trained = recipe("basis_ta", made.base, [f"{made.base}+{tmp_path / 'trained'}"])
     for plan, more, said in (
