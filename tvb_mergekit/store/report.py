@@ -125,7 +125,7 @@ def section(said: str, facts: Facts) -> str:
     """Markdown: what was done, the tasks and their models, loss and bounds, citation."""
     pairs = zip(facts.tasks, facts.models, strict=True)
     models = "\n".join(f"* {task}: `{model}`" for task, model in pairs)
-    return "\n\n".join(["## Task vectors", said, models, *remarks(facts), f"{CITATION}\n"])
+    return "\n\n".join(["## Task vectors", said, models, *measures(facts), f"{CITATION}\n"])
 
 
 def vectors(facts: Facts) -> str:
@@ -147,15 +147,19 @@ def summary(facts: Facts, out: str) -> list[str]:
     ]
 
 
+def measures(facts: Facts) -> list[str]:
+    """Lines on loss, bounds and retained energy of bases, where they are known."""
+    if facts.loss is None:
+        lacks = "No Gram matrix: this merge needs none; `tvb inspect RECIPE` computes it"
+        return [] if facts.errors else [lacks]
+    kept, bound = 100 * (facts.retained_energy or 0), facts.spectral_bound
+    told = f"reconstruction loss {facts.loss:.6g}, spectral lower bound {bound:.6g}"
+    return [] if facts.whole else [f"Retained energy {kept:.2f} %: {told}"]
+
+
 def remarks(facts: Facts) -> list[str]:
-    """Lines on loss, bounds and retained energy of bases, where known, and on tensors left out."""
-    lines = list[str]()
-    if facts.loss is None and not facts.errors:
-        lines.append("No Gram matrix: this merge needs none; `tvb inspect RECIPE` computes it")
-    elif facts.loss is not None and not facts.whole:
-        kept, bound = 100 * (facts.retained_energy or 0), facts.spectral_bound
-        told = f"reconstruction loss {facts.loss:.6g}, spectral lower bound {bound:.6g}"
-        lines.append(f"Retained energy {kept:.2f} %: {told}")
+    """Those lines, and one for each reason why tensors of a merge stay the base's."""
+    lines = measures(facts)
     for reason in dict.fromkeys(facts.left_out.values()):
         names = [name for name, why in facts.left_out.items() if why == reason]
         lines.append(f"{counted(len(names), 'tensor')} left to the base, {reason}: {listed(names)}")
