@@ -265,6 +265,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
         "are not the base's",
     ),
     "cast": (lambda m: m.float(), ""),
+    "offloaded": (lambda m: m.to("meta"), "are on `meta`"),
 }
 
 

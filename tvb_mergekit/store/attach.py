@@ -246,6 +246,8 @@ def check_weights(model: nn.Module, base: Weights) -> None:
     state = model.state_dict()
     for name, start, stop in (sample for sample in base.samples() if sample[0] in state):
         tensor, info = state[name], base.tensors[name]
+        if tensor.is_meta:
+            raise UserError(f"the model's weights `{name}` are on `meta` (offloaded?); load them")
         want = base.read(name, start, stop, torch.empty(stop - start, dtype=info.dtype))
         places = torch.arange(start, stop, device=tensor.device)
         same = tensor.shape == info.shape
