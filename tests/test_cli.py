@@ -176,7 +176,7 @@ REFUSED: dict[str, str] = {
     "buildd": "No such command 'buildd'. Did you mean 'build'?",
     "build nope.yml out": "File 'nope.yml' does not exist (see `tvb build --help`)",
     "build recipe.yml ''": "the path '' is empty (an unset variable?)",
-    "inspect nope": "nope is not a store (no such folder",
+    "inspect nope": "nope is not a store (no such folder or file",
     "build recipe.yml base": "already holds",
     "build recipe.yml out --device gpu": "device `gpu` cannot be used here: Expected one of cpu",
     "export store math --task math": "already holds",

@@ -392,6 +392,7 @@ PUBLISHED: dict[str, Mapping[str, float] | str] = {
     given("exclude: [embed, lm_head]"): "`embed|lm_head`",
     TA + "pad_to_multiple_of: 64": "put it in `tokenizer`",
     TA + "chat_template: chatlm": "chatlm",
+    TA.replace("models:", "modells:"): "did you mean `models`?",
     TA + "allow_crimes: true": "unknown key `allow_crimes`",
     TA + "---\nname: two\nmerge_method: ties": "mergekit-multi runs several",
 }  # fmt: skip

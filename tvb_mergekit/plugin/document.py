@@ -35,6 +35,8 @@ def check_documents(path: str, documents: Sequence[Any], several: bool) -> None:
 
 def read_strictly(document: Mapping[str, Any]) -> MergeConfiguration:
     """A document as mergekit reads it. Raise UserError for keys that mergekit drops."""
+    # First those at the top: mergekit would miss `models`, and not name `modells`.
+    check_unknown_keys(document, dict.fromkeys(MergeConfiguration.model_fields))
     config = MergeConfiguration.model_validate(document)
     check_unknown_keys(document, config.model_dump())
     return config

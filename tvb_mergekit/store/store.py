@@ -259,6 +259,6 @@ def read_store(folder: Path) -> StoreFacts:
     """The facts of the store in a folder. Raise UserError if there is none."""
     if not is_store(folder):
         found = f"no {STORE} of ours in it"
-        kind = found if folder.exists() else f"no such folder, from {os.getcwd()}"
+        kind = found if folder.exists() else f"no such folder or file, from {os.getcwd()}"
         raise UserError(f"{folder} is not a store ({kind}); make one with `tvb build`")
     return read_facts(folder / STORE, StoreFacts)
