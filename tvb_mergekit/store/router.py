@@ -3,7 +3,7 @@
 V_ml are the gates of task m (see `gates`), and x the inputs of matrix l in one pass of the base
 over the prompt, which ends at the last of these matrices:
 
-    a_ml = mean over all tokens but the first of ||V_ml x||^2 / ||x||^2
+    a_ml = mean over the first and the last tokens of ||V_ml x||^2 / ||x||^2
     score_m = mean over l of (log a_ml - mean) / deviation, divided by one number for all tasks,
 
 mean and deviation over texts of no task: plain sentences and random tokens. Their scores have mean
@@ -36,6 +36,7 @@ from tvb_mergekit.tensors.stream import Item
 
 PLAIN = Path(__file__).with_name("plain.txt")  # sentences of no task
 TEXTS, LENGTH = 24, 40  # random ones, and the most tokens of each
+ENDS = 32  # tokens that count at each end of a prompt: a document between them hides its task
 THRESHOLD = 1.0  # deviation of texts of no task
 TINY = 1e-12
 
@@ -90,7 +91,9 @@ class Gate:
             x = x if x.dim() == 3 else x[:, None]
             mask = kept(given.get("attention_mask"), x, name).bool()
             later = mask & (mask.cumsum(1) > 1)
-            mask = torch.where(later.any(1, True), later, mask)[..., None]
+            mask = torch.where(later.any(1, True), later, mask)
+            place = mask.cumsum(1)
+            mask = (mask & ((place <= ENDS) | (place > place[:, -1:] - ENDS)))[..., None]
             a = (x @ rows.flatten(0, 1).T).square().unflatten(2, rows.shape[:2]).sum(3)
             a = a / x.square().sum(2, True).clamp(min=TINY)
             a = (a * mask).sum(1) / mask.sum(1).clamp(min=1)
