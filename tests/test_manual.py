@@ -181,8 +181,9 @@ def test_a_page_as_it_is_typed(page, slow, prepared, tmp_path, monkeypatch):
         elif kind == "python":
             exec(block, names)
         elif "merge_method" in block:
-            (folder / f"{number}.yml").write_text(block)
-            in_process(["mergekit-yaml", f"{number}.yml", f"out-{number}"])
+            file = "recipe.yml" if page == "README.md" else f"{number}.yml"
+            (folder / file).write_text(block)
+            in_process(["mergekit-yaml", file, f"out-{number}"])
     if slow and page == "README.md":
         (score,) = re.findall(r"^\|quickstart\|.*\|([\d.]+)\|±", said, re.M)
         table = (RECIPES / "README.md").read_text()
