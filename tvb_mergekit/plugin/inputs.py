@@ -115,7 +115,7 @@ def merge_to_adapter(
     ):
         if found:
             raise UserError(
-                f"--lora: the merge has no exact factors ({why}): merge to a model, of which "
+                f"--lora: the merge has no exact factors ({why}): merge to a model, then "
                 "`mergekit-extract-lora` makes an adapter"
             )
     basis = build_basis(plan.tasks, plan.engine)

@@ -290,7 +290,7 @@ class Plan:
         self.warn()
 
     def warn(self) -> None:
-        """Warn of suspicious task vectors, by what is known of G."""
+        """Warn of suspicious task vectors, by the norms and, if known, G."""
         if isinstance(self.basis, Basis):
             models = dict(zip(self.basis.tasks, self.tasks.models, strict=True))
             for line in warnings(self.basis, models):

@@ -2,7 +2,7 @@
 
 A change writes `numbers-<n>.safetensors`, `vectors/SLUG-<n>.safetensors` and the like in KINDS,
 with an n that no file there has. The new `store.json` holds the former state under `previous`. So a
-kill at any moment leaves the store of before or after. Files that only the replaced `previous`
+kill at any moment leaves the earlier store or the new one. Files that only the replaced `previous`
 names are then deleted; no other file is touched. A new store appears when it is complete.
 """
 

@@ -56,7 +56,7 @@ def gates_of(items: Sequence[Item], number: int, turned: Container[str]) -> dict
 
 
 def difference(item: Item, number: int, turned: bool) -> Tensor:
-    """What a model has changed in a matrix [outputs, inputs]."""
+    """The change of a matrix by a model, [outputs, inputs]."""
     item = item.loaded()
     part, base = item.inputs[number], item.base
     found = item.whole(part).float().view(item.shape)

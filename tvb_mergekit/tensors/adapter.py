@@ -269,8 +269,7 @@ class Adapter(Weights):
     def _parameters(self, owner: str) -> list[str]:
         """The stacked parameters of a module that `target_parameters` names, the inner first.
 
-        PEFT wraps them in the order of their definition, in which `gate_up_proj` is before
-        `down_proj`.
+        PEFT wraps them in the order of their definition: `gate_up_proj`, then `down_proj`.
         """
         parts = (each.rpartition(".") for each in self.config.get("target_parameters") or ())
         found = {name for path, _, name in parts if f".{owner}".endswith(f".{path}")}

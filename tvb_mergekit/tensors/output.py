@@ -90,7 +90,7 @@ def staged(out: str | os.PathLike[str]) -> Iterator[Path]:
             os.rename(folder, target)
         else:  # config.json last: a loader finds all or nothing
             files = sorted(folder.iterdir(), key=lambda f: (f.name == "config.json", f.name))
-            # A log that began there is no reason to lose hours of work, another merge is.
+            # A log that began there does not cost hours of work; another merge does.
             if held := [file.name for file in files if (target / file.name).exists()]:
                 raise UserError(f"{out} already holds {listed(held)} by now; name another folder")
             for file in files:
