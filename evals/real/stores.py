@@ -1,7 +1,5 @@
 """Stores: bytes and errors of kept task vectors, and the scores of the tasks and their merges."""
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 from pathlib import Path
