@@ -1,6 +1,7 @@
 """The library on state dicts, folders and files (merges: test_merges.py)."""
 
 import doctest
+import json
 import os
 import shutil
 import warnings
@@ -18,6 +19,7 @@ import pytest
 import torch
 from commands import contents, ready
 from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import save_file
 from tiny import TASKS, family, llama, load
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
@@ -26,6 +28,7 @@ from worlds import EMBEDDING, HEAD, MIXED, THREE, TIED, World, hub, state_dicts
 import tvb_mergekit as tvb
 from tvb_mergekit.store import api
 from tvb_mergekit.store import attach as attaching
+from tvb_mergekit.tensors.checkpoint import Checkpoint, tie
 
 State = dict[str, Tensor]
 
@@ -344,3 +347,30 @@ def test_files_that_are_overwritten_in_place(stored: Any, tmp_path: Path) -> Non
         refuses(f"{file}: was changed after it was opened", call)
         assert live.current == {"math": 1.0}
         assert_bits(model, want)
+
+
+def test_equal_tensors_of_two_shards_that_were_pickled(tmp_path: Path) -> None:
+    value, weight_map = torch.rand(4, 2), dict[str, str]()
+    for number, name in enumerate((EMBEDDING, HEAD), 1):
+        weight_map[name] = f"pytorch_model-0000{number}-of-00002.bin"
+        torch.save({name: value.clone()}, tmp_path / weight_map[name])
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    found = Checkpoint.open(tmp_path)
+    tie([found])
+    assert found.fingerprint() and all(torch.equal(found.tensor(n), value) for n in weight_map)
+
+
+def test_a_model_that_changed_since_it_left_and_came_back(tmp_path: Path) -> None:
+    base, file, store = {"w": torch.zeros(2, 2)}, tmp_path / "m.safetensors", tmp_path / "s"
+    prints = list[str]()
+    for task in ("a", "b"):
+        save_file({"w": torch.ones(2, 2) * (1 + len(prints))}, file)
+        if prints:
+            tvb.add(store, base, file, task)
+        else:
+            tvb.build(base, {task: file}, store, basis="none")
+        prints.append(tvb.load(store).facts.fingerprints[str(file)])
+    assert prints[0] != prints[1]
+    tvb.remove(store, "a")
+    assert tvb.load(store).facts.fingerprints[str(file)] == prints[1]

@@ -244,8 +244,14 @@ def test_gates_come_and_go_with_their_task(stored: Any, tmp_path: Path) -> None:
     assert names == {*TASKS}  # the former state has it
     tvb("undo", tmp_path / "grown")
     live = library.attach(loaded(base), tmp_path / "grown", base)
-    live.route()(torch.tensor([[1, 2, 3]]))
+    ids = torch.tensor([[1, 2, 3]])
+    live.route()(ids)
     assert live.router and live.router.gate.tasks == [*TASKS]
+    live.route(["code", "code", "math"])
+    assert live.router.gate.tasks == ["code", "math"]
+    own = {"idle": {}, "math": {name: gate.float() for name, gate in exact.items()}}
+    found = routing.Gate(loaded(base), own, {}, []).scores({"input_ids": ids})
+    assert found[0, 0] == -math.inf and found.isfinite()[0, 1]  # no gates: never chosen
     (tmp_path / "grown/gates/math-1.safetensors").write_bytes(b"0" * 9)
     with pytest.raises(UserError, match="gates/math-1"):
         library.attach(loaded(base), tmp_path / "grown", base)

@@ -85,7 +85,7 @@ def _tasks(facts: Facts, found: Numbers, names: list[str]) -> Sheet:
     last: dict[str, list[str]] = {}
     if not facts.whole:
         # The weight of each task in the sum that a merge adds, [T]: W_e v
-        shares = facts.parameters.get("basis_weights") or [1.0] * facts.num_bases
+        shares = facts.shares
         sums = [np.dot(row, shares) for row in found["encoder"] or []]
         last["row sum"] = [f"{round(each, 3) + 0.0:.3f}" for each in sums] or ["?"] * len(names)
     elif found["bits"]:

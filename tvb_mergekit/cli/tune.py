@@ -21,7 +21,7 @@ GRID = "0:1:0.05; of basis_tsvm and basis_wudi 0 and 0.1 to 4, of basis_iso to 2
 @option("--tasks", required=True, metavar="T1,T2", help="lm-eval's tasks or groups.")
 @folder("--out", required=True, help="New folder for the results; see below.")
 @option("--grid", show_default=GRID, help="START:STOP:STEP, or numbers with commas.")
-@cli.choice("--search", "grid brent", default="grid", help="brent: 9 points of --grid's range.")
+@cli.choice("--search", "grid brent", default="grid", help="brent: 9 to 12 points of its range.")
 @repeatable("--metric", "metrics", metavar="TASK:METRIC", help="As METRIC,FILTER. Repeatable.")
 @repeatable("--control", "controls", metavar="TASK", help="basis_negate: keep it. Repeatable.")
 @option("--keep", type=cli.SHARE, default=0.95, help="basis_negate: of the control score.")

@@ -274,8 +274,7 @@ class Plan:
         rank, size = ranks.place()
         for item in map(Item.loaded, left[rank::size]):
             assert item.base is not None
-            name = item.base.name
-            tensor = item.whole(item.base) if name is None else self.base.tensor(name)
+            tensor = item.whole(item.base)
             check_copied(item.name, tensor, any(s.excludes(item.name) for s in excluding))
         self.built = combined(self.recipe.bases, self.tasks, self.engine, inner)
         return self.built

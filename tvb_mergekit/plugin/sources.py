@@ -1,8 +1,8 @@
 """The places of mergekit's planned tensors, mergekit's changes of them at loading, and loaders.
 
-Mapped checkpoints stand for mergekit's loaders during one merge. mergekit's own cache of loaders
-lives as long as the process, and would show old weights of a rewritten file. mergekit's loader for
-`.bin` shards holds a complete shard of each model.
+Our checkpoints stand for mergekit's loaders during one merge. mergekit's own cache of loaders lives
+as long as the process, and would show old weights of a rewritten file. mergekit's loader for `.bin`
+shards holds a complete shard of each model.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def _stored_dtypes(inputs: Any) -> Any:
 
 
 class MappedLoader(LazyTensorLoader):
-    """mergekit's loader interface over a model: all shards open, nothing read ahead."""
+    """mergekit's loader interface over a model: each tensor is read when it is asked for."""
 
     def __init__(self, checkpoint: Weights) -> None:
         self.checkpoint = checkpoint

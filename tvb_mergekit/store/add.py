@@ -214,8 +214,9 @@ def _joined(old: StoreFacts, new: Mapping[str, Any], more: Mapping[str, Any]) ->
     made = dict(old) | {"versions": new["versions"], "base_path": new["base_path"] or old.base_path}
     for key in ("tasks", "models"):
         made[key] = [*made[key], *new[key]]
-    for key in ("norms", "fingerprints", "errors"):
+    for key in ("norms", "errors"):
         made[key] = {**new[key], **made[key]}
+    made["fingerprints"] = {**made["fingerprints"], **new["fingerprints"]}
     made["model_bytes"] += new["model_bytes"]
     weights = {**old.parameters["weights"], **new["parameters"]["weights"]}
     parameters = {**old.parameters, "weights": weights, **more.get("parameters", {})}
@@ -249,6 +250,7 @@ def remove(path: str | os.PathLike[str], task: str) -> Bases:
         def without(of: Mapping[str, Any], name: str = task) -> dict[str, Any]:
             return {key: value for key, value in of.items() if key != name}
 
+        held = {facts.base_model, *(facts.models[k] for k in rest)}
         made = dict(facts) | {
             "tasks": [facts.tasks[k] for k in rest],
             "models": [facts.models[k] for k in rest],
@@ -258,7 +260,7 @@ def remove(path: str | os.PathLike[str], task: str) -> Bases:
             "parameters": {**facts.parameters, "weights": without(facts.parameters["weights"])},
             "norms": without(facts.norms) | {"base": facts.norms["base"]},
             "errors": without(facts.errors),
-            "fingerprints": without(facts.fingerprints, facts.models[index]),
+            "fingerprints": {k: v for k, v in facts.fingerprints.items() if k in held},
             "model_bytes": facts.model_bytes * count // (count + 1),
             "seconds": {"remove": 0.0},  # `Bases.sums` reads that G is a part of another
         }

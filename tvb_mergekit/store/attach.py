@@ -121,7 +121,7 @@ class Live:
         if math.isnan(threshold):
             raise UserError("`threshold` is not a number")
         self.reset()
-        names = [tasks] if isinstance(tasks, str) else [*(tasks or self.tasks)]
+        names = [tasks] if isinstance(tasks, str) else [*dict.fromkeys(tasks or self.tasks)]
         if self.router is None or self.router.gate.tasks != names:
             self.router = self._router(names)
         self.router.threshold, self.router.explain = threshold, explain
@@ -133,6 +133,8 @@ class Live:
             raise UserError(f"{self.bases.path} holds bases: `route` needs a store of all tasks")
         linear, numbers = linear_layers(self._module), [self.bases.index(t) for t in tasks]
         gates = {task: gates_in(self.bases, task, linear) for task in tasks}
+        if not any(gates.values()):
+            raise UserError(f"{listed(tasks)}: no linear layer changed, so prompts show none")
         updates = updates_of(self._items, numbers, linear)
         theta = self._seen({*chain(*gates.values())}) if updates is None else {}
         texts = plain_texts(self._module, self._base.folder)

@@ -120,6 +120,11 @@ class Facts(Record):
         """Whether the vectors are the task vectors: encoder and decoder are the identity."""
         return self.parameters.get("basis") == "none"
 
+    @property
+    def shares(self) -> list[float]:
+        """v [M], the factors of the bases in the sum that a merge adds."""
+        return self.parameters.get("basis_weights") or [1.0] * self.num_bases
+
 
 class StoreFacts(Facts):
     """All of a store's `store.json`."""
@@ -147,6 +152,17 @@ class StoreFacts(Facts):
     @property
     def bytes(self) -> int:
         return sum(file.bytes for file in self.held.values())
+
+    @property
+    def shares(self) -> list[float]:
+        """v [M], which multiplies each basis in a merge: w normalized to mean 1, or 1.
+
+        1 for every store that was built offline. It differs where `tvb add` keeps balanced bases
+        that stand for different numbers of tasks: then sum_m v_m B_m is M/T times the sum of all.
+        """
+        known = self.basis_weights if self.compress == "balanced" else None
+        weights = known or [1.0] * self.num_bases
+        return [weight * len(weights) / sum(weights) for weight in weights]
 
     @property
     def bits(self) -> list[float]:

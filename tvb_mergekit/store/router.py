@@ -15,6 +15,7 @@ SMILE (arXiv 2408.10174) has such a gate in each layer for each token. Here a pr
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -76,7 +77,8 @@ class Gate:
 
     def scores(self, given: Mapping[str, Any]) -> Tensor:
         """[sequences, T], for the named arguments of a call."""
-        return ((self.shares(given) - self._mean) / self._deviation).nanmean(1)
+        scores = ((self.shares(given) - self._mean) / self._deviation).nanmean(1)
+        return scores.nan_to_num(nan=-math.inf)  # a task without gates is never chosen
 
     @torch.no_grad()
     def shares(self, given: Mapping[str, Any]) -> Tensor:

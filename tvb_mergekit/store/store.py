@@ -100,14 +100,8 @@ class Bases:
 
     @property
     def shares(self) -> Tensor:
-        """v [M], what multiplies each basis in a merge: w normalized to mean 1, or 1.
-
-        1 for every store that was built offline. It differs where `tvb add` keeps balanced bases
-        that stand for different numbers of tasks: then sum_m v_m B_m is M/T times the sum of all.
-        """
-        known = self.facts.basis_weights if self.facts.compress == "balanced" else None
-        weights = torch.tensor(known or [1.0] * self.num_bases, dtype=torch.float64)
-        return weights / weights.mean()
+        """v [M] float64; see `StoreFacts.shares`."""
+        return torch.tensor(self.facts.shares, dtype=torch.float64)
 
     def index(self, task: str) -> int:
         """The column of a task. Raise UserError for an unknown task."""
@@ -177,6 +171,8 @@ class Bases:
         for place, vector in enumerate(self.facts.vectors):
             if vector.codec != "dense":
                 self.sources[place] = open_vector(self.path, vector, base)
+                if self.temporary:  # the folder stays as long as one of them
+                    vars(self.sources[place])["bases"] = self
             if vector.codec != "adapter":  # which has the base's names
                 for name, of in second.items():
                     lend(self.sources[place], name, str(of))

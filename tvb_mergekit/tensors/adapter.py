@@ -312,7 +312,7 @@ class Adapter(Weights):
         if stored.ndim != 2 or not stored.numel() or not stored.is_floating_point():
             told = f"`{key}` is {list(stored.shape)} {stored.dtype}, expected a matrix of floats"
             raise self._error(f"{told}; {GATHER}. If it is of a convolution, {MERGE_FIRST}")
-        value = stored.to(torch.float32, copy=True)  # nothing stays mapped
+        value = stored.float()
         if told := damage(value):
             raise self._error(f"`{key}` {told}")
         return value

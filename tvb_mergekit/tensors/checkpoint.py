@@ -108,9 +108,10 @@ class Checkpoint(Weights):
         info = self.tensors[name]
         chunk = out[: stop - start]
         if info.offset is None:  # a PyTorch file
-            self.check_unchanged(info.shard)
-            mapped = self._mapped[info.shard, self.canonical(name)]
-            return chunk.copy_(mapped.view(-1)[start:stop])
+            own = self.canonical(name)  # of tied tensors, perhaps in another shard
+            shard = self.tensors[own].shard
+            self.check_unchanged(shard)
+            return chunk.copy_(self._mapped[shard, own].view(-1)[start:stop])
         data: Any = chunk.view(torch.uint8).numpy()
         with self._lock:  # threads share one open file: hundreds of models have as many
             if self._open[0] != info.shard:

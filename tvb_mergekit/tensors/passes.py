@@ -4,8 +4,9 @@ A thread has memory of its own. A piece has a known place in the output. So piec
 computed and written in any order. Sums are added in the order of the pieces, whose length does not
 depend on the threads: any number of them gives the same bits.
 
-Memory is PIECE float32 numbers for each thread, and four times as many bytes pinned for a GPU; more
-only if blocks of very many vectors are decoded (`grain`), or a tensor is loaded complete.
+Memory is PIECE float32 numbers for each thread, and four times as many bytes pinned for a GPU. Trim
+has a table of each basis too. Blocks of very many vectors (`grain`), and tensors that are loaded
+complete, take more.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ SHORTEST = 2**12  # elements of a piece, except the last of a tensor; a power of
 THREADS = 8  # at most, on a CPU
 DEVICE_THREADS = 4  # that read for an accelerator: one alone is slower than the copy to it
 AHEAD = 2  # results that may wait for an earlier one
+LOCK, OPEN = threading.Lock(), list[int]()  # PyTorch's threads before each open pass
 Result = TypeVar("Result")
 Found = tuple[Tensor, Tensor]  # of `RunningSums`, in a piece
 Read = Callable[["Piece"], tuple[Tensor, Tensor]]  # see `reader`
@@ -148,7 +150,9 @@ def run(
             for start in range(item.first, max(item.first + 1, stop), length):
                 yield Piece(item, start, min(start + length, stop))
 
-    before = torch.get_num_threads()
+    with LOCK:  # a pass in another thread has set 1, which is not the process's number
+        before = OPEN[0] if OPEN else torch.get_num_threads()
+        OPEN.append(before)
     threads = min(before, THREADS) if device.type == "cpu" else DEVICE_THREADS
     waiting: deque[tuple[Piece, Future[Result]]] = deque()
     pool = ThreadPoolExecutor(threads, "tvb-pass")
@@ -162,7 +166,9 @@ def run(
                 update(done.numel * sum(part.dtype.itemsize for part in done.item.parts))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        torch.set_num_threads(before)  # of the threads that begin later
+        with LOCK:
+            OPEN.pop()
+            torch.set_num_threads(before)  # of the threads that begin later
 
 
 class RunningSums:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from tvb_mergekit.atomic import write_file
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.figures import can_draw, rendered
 from tvb_mergekit.plugin.document import from_mapping
@@ -91,7 +92,7 @@ def write_facts(tuning: Tuning, out: Path) -> None:
     tasks = [{k: v for k, v in vars(each).items() if k != "loaded"} for each in tuning.tasks]
     best = tuning.best if tuning.best in points else None
     facts = {"coefficient": tuning.key, "best": best, "points": points, "tasks": tasks}
-    (out / "tune.json").write_text(json.dumps(facts, indent=1) + "\n")
+    write_file(out / "tune.json", f"{json.dumps(facts, indent=1)}\n".encode())
 
 
 def report(tuning: Tuning, out: Path) -> list[str]:
