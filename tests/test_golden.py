@@ -2,7 +2,9 @@
 
 `golden.json` has a row of each merge: the norms of the base and of the change, and the products of
 the change with PROBES fixed random directions. Rows may differ by 1e-6 of the change's norm, and by
-the rounding of float32 weights, 2^-24 of the base's norm.
+the rounding of float32 weights, 2^-24 of the base's norm. Over 16-bit models a few entries may fall
+on the other side of a rounding on another processor, or TIES may elect another sign where bases
+cancel: hence OTHER_SIDE, of the change's norm.
 With WRITE_GOLDEN=1 the test writes them anew; a commit that does so says why weights changed.
 """
 
@@ -23,6 +25,7 @@ from worlds import World
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = Path(__file__).with_name("golden.json")
 PROBES, CLOSE = 3, 1e-6
+OTHER_SIDE = {"bf16 | basis_ties": 0.01, "bf16": 1e-4, "quickstart": 1e-4}
 # Fused copies of adapters were rounded to float32, and the row with them: it is 8.4e-5 from the
 # dense reference in float64, and merges of the adapters themselves are 1e-5 from the reference.
 ROUNDED = {"mixed adapters | basis_wudi | ae": 2}
@@ -98,6 +101,7 @@ def test_merges_are_those_of_before(name: str, world: World, tmp_path: Path) -> 
     expected = table[name]
     # Training carries the last digits of the Gram matrix into its encoder.
     close = CLOSE * (5 if "ae" in name else 1)
+    close = next((share for words, share in OTHER_SIDE.items() if words in name), close)
     limit = close * expected["norm"] + 2.0**-24 * expected["base"]
     limit *= ROUNDED.get(name, 1)
     assert abs(found["norm"] - expected["norm"]) <= limit
