@@ -429,7 +429,7 @@ PAIRS = np.meshgrid(*2 * [np.array([sign | e for sign in (0, 0x8000) for e in ED
 )
 @example([2 * BLOCK + 5], torch.bfloat16, 3, 1.0, 0)
 @example([3, BLOCK], torch.float16, 2**16, 0.25, 1)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_every_pattern_comes_back(shape, dtype, far, share, seed):
     """Any 16 bits next to any 16 bits, by the reader and by the manual's programs; any piece."""
     draw = np.random.default_rng(seed)
@@ -475,7 +475,6 @@ def test_bits_are_near_the_conditional_entropy(dtype: torch.dtype, tmp_path: Pat
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=100, deadline=None)
 def test_damaged_blocks_are_refused(seed):
     """Whatever bytes a frame holds, they are decoded into their own place, or refused."""
     draw = np.random.default_rng(seed)

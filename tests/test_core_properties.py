@@ -19,8 +19,7 @@ from tvb_mergekit.tensors.passes import gram_pass
 from tvb_mergekit.tensors.stream import Item, Part
 
 CPU = torch.device("cpu")
-quick = settings(max_examples=60, deadline=None, derandomize=True)
-few = settings(quick, max_examples=25)
+quick, few = settings(max_examples=60), settings(max_examples=25)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = st.one_of(
     st.integers(1, 50), st.sampled_from([SUMMED - 1, SUMMED, SUMMED + 1, 3 * SUMMED, 2**17 + 5])

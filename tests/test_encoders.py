@@ -19,7 +19,7 @@ from tvb_mergekit.core.gram import Gram
 from tvb_mergekit.core.settings import Settings
 from tvb_mergekit.errors import UserError
 
-quick = settings(max_examples=60, deadline=None, derandomize=True)
+quick = settings(max_examples=60)
 seeds = st.integers(0, 2**32 - 1)
 Array = reference.Array
 

@@ -92,8 +92,8 @@ def row(name: str, world: World, out: Path) -> dict[str, float | list[float]]:
 
 
 @pytest.mark.parametrize("name", list(names()))
-def test_merges_are_those_of_before(name: str, world: World, tmp_path: Path) -> None:
-    os.chdir(ROOT)
+def test_merges_are_those_of_before(name, world, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
     table, found = json.loads(TABLE.read_text()), row(name, world, tmp_path)
     if os.environ.get("WRITE_GOLDEN"):
         TABLE.write_text(json.dumps(table | {name: found}, indent=0) + "\n")

@@ -3,10 +3,10 @@
 A moment is before a change of a file or folder, counted in a first run: `slow` takes all of them.
 """
 
+import os
 import re
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -25,7 +25,7 @@ from tvb_mergekit.store.store import read_store
 if sys.platform == "win32":
     pytest.skip("needs fork and SIGKILL", allow_module_level=True)
 
-from processes import FULL, INTERRUPT, KILL, TERMINATE, Ended, Running, on_change, run
+from processes import FULL, INTERRUPT, KILL, TERMINATE, Ended, Running, on_call, on_change, run
 
 TASKS = ["math", "code", "chat", "law", "poems"]
 
@@ -139,7 +139,7 @@ def course_of(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         command, place = COMMANDS[name], Place(models, tmp_path_factory.mktemp("course") / "work")
         place.reset(command)
         before, log = place.state(command), place.folder.parent / "log"
-        place.run(command.words, partial(on_change, place.folder, time.time, 0, log))
+        place.run(command.words, partial(on_change, place.folder, dict, 0, log))
         after = place.state(command)
         assert after and after != before
         return before, after, log.read_text().splitlines()
@@ -226,25 +226,32 @@ def test_ended(name, act, count, place, course_of):
 # Two at once
 
 
-def together(place: Place, *words: str) -> list[Ended]:
-    """Slow commands at the same time."""
-    slow = partial(on_change, place.folder, partial(time.sleep, 0.02), 0)
-    running = [place.start(f"tvb {each}", slow) for each in words]
-    ended = [each.wait() for each in running]
-    assert "Traceback" not in "".join(e.err for e in ended), ended
-    return ended
+def hold(pipes: Path) -> None:
+    """Tell the other command that the lock is held, and go on when it waits for the lock."""
+    (pipes / "held").write_bytes(b"")
+    (pipes / "asked").read_bytes()
 
 
-ADD = "add s[1] {{}}/{0} --task {0} --quiet"
+def ask(pipes: Path) -> None:
+    """Begin when the lock is held; tell the other command before that is said to be so."""
+    (pipes / "held").read_bytes()
+    asked = partial((pipes / "asked").write_bytes, b"")
+    on_call("tvb_mergekit.store.change.LOG.warning", asked)
 
 
 @pytest.mark.parametrize(("second", "codes"), [("law", [0, 1]), ("poems", [0, 0])])
 def test_two_additions_at_once(second: str, codes: list[int], place: Place) -> None:
     """The second waits, and both are there, unless they have one name."""
     place.reset(COMMANDS["add"])
-    ended = together(place, ADD.format("law"), ADD.format(second))
-    assert sorted(e.code for e in ended) == codes, ended
+    pipes, words = place.folder.parent, "tvb add s[1] {{}}/{0} --task {0} --quiet"
+    for name in ("held", "asked"):
+        os.mkfifo(pipes / name)
+    holds = partial(on_change, place.store, partial(hold, pipes), 2)  # the first is the lock's file
+    running = [place.start(words.format("law"), holds)]
+    running.append(place.start(words.format(second), partial(ask, pipes)))
+    ended = [each.wait() for each in running]
+    assert [each.code for each in ended] == codes and "Traceback" not in str(ended), ended
+    assert ["waiting for it" in each.err for each in ended] == [False, True], ended
+    assert ("'law' is in" in ended[1].err) == (second == "law")
     assert {*tvb.load(place.store).tasks} == {*TASKS[:4], second}
-    assert sum("waiting for it" in e.err for e in ended) == 1, ended
-    assert sum("'law' is in" in e.err for e in ended) == sum(codes)
     place.run("tvb inspect s[1]")

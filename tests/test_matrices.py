@@ -19,7 +19,6 @@ from tvb_mergekit.core.methods.wudi import interference_free
 from tvb_mergekit.core.settings import METHODS as KINDS
 
 Array = reference.Array
-quick = settings(max_examples=25, deadline=None, derandomize=True)
 svd = np.linalg.svd
 FORMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "isotropic": ("isotropic", "basis_iso", {}),
@@ -100,7 +99,7 @@ def test_what_does_not_interfere_stays_the_sum() -> None:
     assert not singular_vectors(noise(4, 3, 50)).any()  # 3 // 4 directions each
 
 
-@quick
+@settings(max_examples=25)
 @given(st.sampled_from(SHAPES), st.sampled_from([noise, trained]), st.integers(0, 99))
 def test_the_flow_goes_from_the_sum_to_the_least(shape, kind, seed: int) -> None:
     """The loss falls, the distance grows below its bound, and directions without input stay."""

@@ -12,7 +12,7 @@ import pytest
 import reference
 import torch
 from commands import assert_close, merge, ready
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Array, Dense
 from scipy.linalg import block_diag
@@ -227,7 +227,7 @@ def check_stream(bases: Bases, base: State, tau: Array, unit: float, known: bool
     check_errors(bases, stored, tau, unit)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(KINDS, st.sampled_from([1.0, 0.5, 2.0, -1.0])), min_size=2, max_size=9),
     st.sampled_from(list(UNITS)),

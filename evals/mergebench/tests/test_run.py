@@ -5,7 +5,6 @@ import json
 import math
 import os
 import shutil
-import time
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -201,8 +200,8 @@ def test_what_cannot_be_computed_is_not_equal(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_answer_is_found_in_time() -> None:
-    for text in rows.ROWS["endless"]:  # each cost seconds, by its square
-        for response in (text * 2048, "The answer is " + text * 2048, r"\(" + text * 2048):
-            start = time.process_time()
+    """Each cost seconds for 2,048 of them, by its square: these would take many minutes."""
+    for text in rows.ROWS["endless"]:
+        for start in ("", "The answer is ", r"\("):
+            response = start + text * 2**13
             answers.find_answer(response), answers.find_answer_flexibly(response)
-            assert time.process_time() - start < 3, response[:40]
