@@ -139,7 +139,7 @@ def balanced_bound(gram: Array, count: int, weights: Array) -> float:
 
 def check_encoder(basis: str, encoder: Array, weights: Array | None = None) -> None:
     """Check the properties of an encoder whose entries the formulas leave open (its loss:
-    test_encoders.py). `weights` are those of the tasks for `balanced`."""
+    test_core.py). `weights` are those of the tasks for `balanced`."""
     size, count = encoder.shape
     if basis == "rand_select":
         assert set(np.unique(encoder)) <= {0.0, 1.0}

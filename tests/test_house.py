@@ -124,10 +124,8 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_modules_named_in_the_manual_exist() -> None:
-    named = re.findall(
-        r"`((?:core|tensors|store|plugin|score|learn|tune|cli)/[a-z_/]+\.py)`",
-        "".join(PAGES.values()),
-    )
+    rooms = "core|tensors|store|plugin|score|learn|tune|cli"
+    named = re.findall(rf"`((?:{rooms})/[a-z_/]+\.py)`", "".join(PAGES.values()))
     assert [name for name in named if not (ROOT / "tvb_mergekit" / name).is_file()] == []
 
 
@@ -159,11 +157,8 @@ def test_commands_in_the_manual_exist_with_their_options() -> None:
         for line in re.findall(r"\btvb ([a-z][^`\n#;&|]*)", text.replace("\\\n", " ")):
             name = next((n for n in COMMANDS if re.match(f"{n}( |$)", line)), None)
             options = re.findall(r"(?<!\S)--?[a-z][\w-]*", line)
-            mine = (
-                {o for p in COMMANDS[name].params for o in (*p.opts, *p.secondary_opts)}
-                if name
-                else {}
-            )
+            known = COMMANDS[name].params if name else ()
+            mine = {o for p in known for o in (*p.opts, *p.secondary_opts)}
             if (name is None and options) or set(options) - {*mine, "--help"}:
                 wrong.append(f"{page.relative_to(ROOT)}: tvb {line}")
     assert wrong == []

@@ -224,10 +224,8 @@ def test_fisher_over_a_store_has_the_statistics_of_its_models(case: Case) -> Non
 def test_two_processes_learn_what_one_learns(case: Case) -> None:
     source = case.recipe("shared", basis="balanced", num_bases=2)
     for method, more, most in (("fisher", (), 1e-6), ("atlas", ("--epochs", 2), 1e-4)):
-        one, out = (
-            case.learn(source, method, f"{method}-one", *case.words, *more),
-            case.folder / method,
-        )
+        one = case.learn(source, method, f"{method}-one", *case.words, *more)
+        out = case.folder / method
         words = " ".join(map(str, ("tvb learn", source, method, *case.words, *more, "--out", out)))
         codes, said = run(case.folder, words, words)
         assert codes == [0, 0], said

@@ -97,10 +97,8 @@ PATTERNS = {
     "alpha_pattern": {"layers.1.mlp.up_proj": 3, r"self_attn\.(v|o)_proj": 1},
 }
 WIDE_PATTERNS = {"rank_pattern": {".*proj": 3}, "alpha_pattern": {"v_proj": 5, ".*_proj": 7}}
-EXPERTS = {
-    "target_modules": ["q_proj"],
-    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-}
+STACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": STACKED}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {}),
     "layers": ("llama", {"layers_to_transform": [1], "init_lora_weights": "gaussian"}),
@@ -126,9 +124,8 @@ def merged_is_dense(
     before = contents(out.parent).keys()
     start = model_of(base, torch.float64).state_dict()
     listed = [f"{base}+{each}" for each in adapters]
-    merged = commands.merge(
-        recipe("basis_ta", base, listed, basis="none", lambda_=0.4), out
-    ).tensors
+    made = recipe("basis_ta", base, listed, basis="none", lambda_=0.4)
+    merged = commands.merge(made, out).tensors
     assert set(merged) <= set(start)
     for name, tensor in merged.items():
         want = start[name] + 0.4 * sum(each[name] for each in expected)

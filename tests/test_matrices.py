@@ -139,9 +139,8 @@ def test_null_directions_stay_null(shape: tuple[int, ...]) -> None:
     left, sizes, right = svd(dense.sum(0), full_matrices=False)
     expected = sizes.mean() * left[:, :rank] @ right[:rank]
     assert off(isotropic(bases), expected) < 1e-5
-    left, sizes, right = reference.side_by_side(
-        [(*svd(base, full_matrices=False), 4) for base in dense]
-    )
+    each = [(*svd(base, full_matrices=False), 4) for base in dense]
+    left, sizes, right = reference.side_by_side(each)
     tsvm = reference.orthonormal(left) * sizes @ reference.orthonormal(right)
     assert off(singular_vectors(bases), tsvm) < 1e-5
     assert off(least(bases), DENSE["exact"](dense)) < 1e-5
@@ -185,10 +184,7 @@ def test_degenerate_matrices(method: str) -> None:
 def test_a_model_and_its_transpose_give_one_merge() -> None:
     """WUDI looks at the inputs of a matrix: its columns, or the rows if the recipe says so."""
     start = {"experts.w": noise(3, 12, 8), "wide": noise(5, 11)}
-    found = [
-        start,
-        *({n: t + 0.1 * noise(*t.shape, seed=k) for n, t in start.items()} for k in (1, 2)),
-    ]
+    found = [{n: t + k * noise(*t.shape, seed=k) / 10 for n, t in start.items()} for k in range(3)]
     other = [{name: t.mT.contiguous() for name, t in state.items()} for state in found]
     merges = []
     for state, more in ((found, {}), (other, {"transposed": "."}), (other, {})):

@@ -324,9 +324,7 @@ def test_models_unlike_the_base(tmp_path, caplog, recwarn, change, said):
     merge(recipe("basis_ta", base, [a, b]), tmp_path / "out")
     tvb_mergekit.build(base, {"a": a, "b": b})
     for every in (caplog.messages, [str(each.message) for each in recwarn]):
-        told = [
-            line for line in every if re.search("the base.?:|the base's:|ends its|v_head", line)
-        ]
+        told = [e for e in every if re.search("the base.?:|the base's:|ends its|v_head", e)]
         assert len(told) == bool(said) and all(said in line for line in told), told
 
 

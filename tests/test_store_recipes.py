@@ -220,7 +220,7 @@ def test_weights_that_cancel_and_a_removal_leave_the_merge_of_the_models(tmp_pat
     """G of a store is of its weighted task vectors, and a part of it has other last digits."""
     base, names, two = MODELS / "base", ("copy", "sort", "upper"), {"basis": "ae", "num_bases": 2}
     scales, back = (
-        {k: {"weight": 2.0 ** (sign * p)} for k, p in enumerate((1, -1, 0))} for sign in (1, -1)
+        {k: {"weight": w} for k, w in enumerate(ws)} for ws in ((2, 0.5, 1), (0.5, 2, 1))
     )
     store, whole = tmp_path / "store", tmp_path / "whole"
     for out, listed, own in ((store, names, scales), (whole, ("max", *names), {})):

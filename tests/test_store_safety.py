@@ -34,9 +34,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     root = tmp_path_factory.mktemp("models")
     bf16 = (torch.bfloat16,)
-    base, paths = tiny.family(
-        root, partial(tiny.llama, **SMALL), "abcdef", scale=0.004, dtypes=bf16
-    )
+    make = partial(tiny.llama, **SMALL)
+    base, paths = tiny.family(root, make, "abcdef", scale=0.004, dtypes=bf16)
     for number, task in enumerate("abcd"):
         begun = ["--base", base, "--budget", 3, "--compress", "balanced", "--dtype", "float32"]
         words = ["add", root / "grown", root / task, "--task", task, "--quiet"]
@@ -89,9 +88,7 @@ def test_a_place_outside_the_store_is_refused_when_it_is_read(entry: str, here: 
     original = (here / "lossless/store.json").read_text()
     for place in OUTSIDE:
         (here / "lossless/store.json").write_text(original)
-        sealed(
-            here / "lossless", lambda found, place=place: ENTRIES[entry](found).update(file=place)
-        )
+        sealed(here / "lossless", lambda found, to=place: ENTRIES[entry](found).update(file=to))
         said = refused("inspect", "lossless")
         assert f"`{entry}.file`" in said, (place, said)
     before = contents(here)

@@ -117,10 +117,8 @@ def test_forgetting_one_task(tmp_path: Path) -> None:
     best = min(allowed, key=lambda alpha: (found[alpha][0], alpha))
     assert yaml.safe_load((out / "tuned.yml").read_text())["parameters"]["alpha"] == best
     assert found[best][0] < 0.5 < found[0][0]
-    rule = search.most_forgotten(
-        {0.0: 1, 1.0: 0.2, 2.0: 0.2, 3.0: 0}, {0.0: 1, 1.0: 0.95, 2.0: 1, 3.0: 0.94}, 0.95
-    )
-    assert rule == 1  # the smallest of equals that keep enough
+    left, kept = {0.0: 1, 1.0: 0.2, 2.0: 0.2, 3.0: 0}, {0.0: 1, 1.0: 0.95, 2.0: 1, 3.0: 0.94}
+    assert search.most_forgotten(left, kept, 0.95) == 1  # the smallest of equals that keep enough
 
 
 def test_a_search_with_few_points(tmp_path: Path) -> None:

@@ -67,12 +67,8 @@ def stage_text(home: Path) -> None:
         stage(home, "alexandrainst/m_hellaswag", language, val=rows["hellaswag"])
     every = [row for rows in MMLU.values() for row in rows]
     stage(home, "cais/mmlu", "all", test=every, dev=every[:1])
-    stage(
-        home,
-        "EleutherAI/lambada_openai",
-        "default",
-        test=[{"text": text} for text in ROWS["lambada"]],
-    )
+    lambada = [{"text": text} for text in ROWS["lambada"]]
+    stage(home, "EleutherAI/lambada_openai", "default", test=lambada)
     stage_punkt(home)
 
 
@@ -88,10 +84,8 @@ def stage_coding(home: Path) -> None:
     """Lay out all data of evals/mergebench/coding below HF_HOME."""
     stage(home, "evalplus/humanevalplus", test=ROWS["humaneval"])
     stage(home, "evalplus/mbppplus", test=ROWS["mbpp"])
-    commit = (
-        home / "hub/datasets--neulab--conala/snapshots/fbc749f1c537e5c3834e93b15784302e331debe2"
-    )
-    file = commit / "data" / "conala-paired-test.json"
+    commit = "snapshots/fbc749f1c537e5c3834e93b15784302e331debe2"
+    file = home / "hub/datasets--neulab--conala" / commit / "data/conala-paired-test.json"
     file.parent.mkdir(parents=True)
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS["conala"]))
 
