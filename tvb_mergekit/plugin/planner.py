@@ -39,7 +39,7 @@ from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint, tie
 from tvb_mergekit.tensors.merging import settings_over
 from tvb_mergekit.tensors.stream import Engine, Weights, device_of
-from tvb_mergekit.tensors.taskset import check_words, doubts
+from tvb_mergekit.tensors.taskset import ALIKE, check_words, doubts
 
 LOG = logging.getLogger(__name__)
 # mergekit's definition of an architecture without any tensor: all are planned by name.
@@ -188,8 +188,15 @@ def planned_by_mergekit(
             raise
         architecture = _load_architecture_json(UNKNOWN)
     except RuntimeError as error:  # its own
-        told = "are all models of the base's architecture (`architectures` in config.json)?"
-        raise UserError(f"{told} mergekit says: {one_line(error)}") from error
+        every, trust = config.referenced_models(), options.trust_remote_code
+        kinds = {model: model.config(trust_remote_code=trust).architectures for model in every}
+        known = kinds[config.base_model]
+        for model in (model for model in every if kinds[model] != known):
+            told = f"{model} is {kinds[model]}, the base {config.base_model} {known}: {ALIKE}"
+            raise UserError(
+                f"`architectures` in config.json of {told}, or --allow-crimes"
+            ) from error
+        raise
     if unknown := sorted(set(config.modules or ()) - set(architecture.modules)):
         known = listed([*architecture.modules])
         raise UserError(f"`modules`: the models have no {listed(unknown)}; they have {known}")
