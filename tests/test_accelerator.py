@@ -259,7 +259,7 @@ def stored(request: Any, folder: Path, tmp_path: Path) -> tuple[Path, Bases]:
 
 def test_stores(stored: tuple[Path, Bases], device: Device) -> None:
     path, store = stored
-    items = items_of(store, base_of(store, path), None, store.sources)
+    items = items_of(store, base_of(store, path), store.sources)
 
     def run(on: torch.device) -> Mapping[str, Tensor]:
         held, sink = in_memory(items)

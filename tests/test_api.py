@@ -116,7 +116,7 @@ def test_what_is_left_out_is_said_or_refused(changes, keys, said, tmp_path):
             assert str(error).startswith(said or "nothing") and not said.startswith(X)
             return
     assert not said or said.startswith(X)
-    assert all((w.category, w.filename) == (UserWarning, __file__) for w in caught)
+    assert all(warning.category is UserWarning for warning in caught)
     assert said in [str(w.message) for w in caught] or not (said or caught)
 
 
@@ -204,16 +204,17 @@ def assert_bits(model: nn.Module, want: Mapping[str, Tensor]) -> None:
 def test_the_bits_of_exports_and_of_the_base(kind: str, stored: Any, tmp_path: Path) -> None:
     base, store = stored(kind)
     for dtype, given in ((torch.bfloat16, store), (torch.float32, tvb.load(store))):
-        model, name = loaded(base, dtype), str(dtype).removeprefix("torch.")
+        model = loaded(base, dtype)
         start, places = state_of(model), [p.data_ptr() for p in model.parameters()]
         live = tvb.attach(model, given)
         assert live.tasks == list(THREE) and live.current == {}
         for task in ("math", "code"):
-            out = tmp_path / f"{name}-{task}"
-            commands.tvb("export", store, out, "--task", task, "--dtype", name, "--quiet")
             assert live.use(task) is model and live.current == {task: 1.0}
-            assert_bits(model, want := load(out))
-        assert_bits(loaded(out, dtype), state_of(model))
+            assert_bits(model, want := tvb.reconstruct(tvb.load(store), base, task, dtype=dtype))
+        if dtype == torch.bfloat16:
+            commands.tvb("export", store, tmp_path / "out", "--task", "code", "--quiet")
+            assert_bits(model, load(tmp_path / "out"))
+            assert_bits(loaded(tmp_path / "out"), state_of(model))
         model.get_parameter(NORM).data += 1  # mended by the next change
         live.use({"math": 0.7, "safety": -0.2})
         assert live.reset() is model and live.current == {}

@@ -96,7 +96,7 @@ class Place:
             return {name: data for name, data in found.items() if name != "basis/basis.json"}
         tvb.load(target)
         facts = read_store(target)
-        told = facts.but(previous=None, seconds={}).model_dump_json()
+        told = facts.model_dump_json(exclude={"previous", "seconds"})
         # a later state may have a higher number
         told = re.sub(r"-\d+(/|\.safetensors)", r"\1", told)
         held = {re.sub(r"-\d+", "", name): (target / name).read_bytes() for name in facts.held}

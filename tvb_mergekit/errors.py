@@ -67,7 +67,7 @@ def _line(error: BaseException, planning: bool, out: str) -> str | None:
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, pydantic.ValidationError):
-        return f"the recipe is not valid: {_complaints(error)}"
+        return f"the recipe is not valid: {complaints(error)}"
     if isinstance(error, OSError | MemoryError | UnicodeEncodeError | safetensors.SafetensorError):
         full = getattr(error, "errno", None) in FULL or "while serializing" in text
         return f"cannot write {out or 'the output'}: {text}" if full else text
@@ -82,7 +82,7 @@ def _line(error: BaseException, planning: bool, out: str) -> str | None:
     return f"the Hugging Face Hub cannot be reached: {text}"
 
 
-def _complaints(error: pydantic.ValidationError) -> str:
+def complaints(error: pydantic.ValidationError) -> str:
     """Each complaint: its place, what is expected, and the value found."""
     seen: dict[str, str] = {}
     for item in error.errors(include_url=False):
@@ -163,6 +163,6 @@ def read_described(path: Path, kind: type[Described], what: str) -> Described:
         read = json.loads if path.suffix == ".json" else yaml.safe_load
         return kind.model_validate(read(path.read_text(encoding="utf-8")))
     except pydantic.ValidationError as error:
-        raise UserError(f"{path} is not {what}: {_complaints(error)}") from error
+        raise UserError(f"{path} is not {what}: {complaints(error)}") from error
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be read as {what}: {one_line(error)}") from error

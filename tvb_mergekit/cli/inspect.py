@@ -107,12 +107,10 @@ def _tasks(facts: Facts, found: Numbers, names: list[str]) -> Sheet:
 def _choices(facts: Facts, found: Numbers) -> Sheet:
     built = None if facts.whole else facts.num_bases
     rows = [
-        (f"{'>' if count == built else ' '} {count}", f"{100 * best:.2f}",
-         f"{100 * even:.2f}", f"{bound:.4g}", f"{following:.4g}")
-        for count, best, even, bound, following in (each.values() for each in found["choices"])
-    ]  # fmt: skip
-    head = ("M", "best %", "balanced %", "loss >=", "lambda_{M+1}")
-    return Sheet("Energy that M bases can retain", head, rows)
+        (f"{'>' if count == built else ' '} {count}", f"{100 * best:.2f}", f"{100 * even:.2f}")
+        for count, best, even in (each.values() for each in found["choices"])
+    ]
+    return Sheet("Energy that M bases can retain", ("M", "best %", "balanced %"), rows)
 
 
 def plot(facts: Facts, found: Numbers, path: str | os.PathLike[str]) -> None:
@@ -173,7 +171,7 @@ def _bars(values: Sequence[float], names: Sequence[str], axes: Axes) -> None:
 
 
 def _energy(facts: Facts, found: Numbers, axes: Axes) -> None:
-    counts, best, balanced, *_ = np.array([[*each.values()] for each in found["choices"]]).T
+    counts, best, balanced = np.array([[*each.values()] for each in found["choices"]]).T
     axes.plot(counts, 100 * best, "o-", color=BLUE, markersize=4, label="any bases (spectral)")
     axes.plot(counts, 100 * balanced, "--", color=ORANGE, label="balanced bases")
     if (reached := facts.retained_energy) is not None and not facts.whole:

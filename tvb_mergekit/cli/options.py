@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tvb_mergekit import hub
 from tvb_mergekit.errors import UserError, check_known, refusing, unwinding
 from tvb_mergekit.progress import bars, logging_above_bars
 from tvb_mergekit.store import STORE
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
     from tvb_mergekit.plugin.document import Document
     from tvb_mergekit.plugin.inputs import Options
-    from tvb_mergekit.store.store import Bases
-    from tvb_mergekit.tensors.checkpoint import Checkpoint
     from tvb_mergekit.tensors.stream import Engine
 
 Body = Callable[..., Any]
@@ -190,29 +187,19 @@ def read_recipe(recipe: str) -> Document:
     return read_document(recipe)
 
 
-def open_base_of(store: Bases, given: str | None) -> tuple[str, Checkpoint, Path | None]:
-    """The base of a store: its name, its weights and its folder (None for a weight file)."""
-    from tvb_mergekit.tensors.checkpoint import Checkpoint
-
-    name = given or store.base_name
-    if not os.path.exists(found := hub.local(name)):
-        raise UserError(f"base {name}: no such folder (from {os.getcwd()}); name it with --base")
-    weights = Checkpoint.open(found)
-    store.check_base(weights, name)
-    return name, weights, Path(found) if os.path.isdir(found) else None
-
-
 def document_of(recipe: str, method: str | None, base: str | None) -> Document:
     """A recipe, or the recipe of a store for a method."""
     if not os.path.isdir(recipe):
         if method is not None or base is not None:
             raise UserError(f"{recipe} is a recipe: --method and --base belong to a STORE")
         return read_recipe(recipe)
+    from tvb_mergekit.store.api import base_of
     from tvb_mergekit.store.recipes import templates
     from tvb_mergekit.store.store import load
 
     bases = load(recipe)
-    known = templates(bases.facts, os.path.abspath(recipe), open_base_of(bases, base)[0])
+    base_of(bases, base)  # raises for another
+    known = templates(bases.facts, os.path.abspath(recipe), base or bases.base_name)
     check_known(method or "", known, f"{recipe} is a store: --method {method or 'is missing'}")
     import_mergekit()
     from tvb_mergekit.plugin.document import from_mapping

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,8 @@ def build(recipe: str, store: str, dtype: str | None, **values: Any) -> None:
 
     share = kept_share(values["lossless"], values["keep"], dtype)
     engine, document = cli.engine_of(values), cli.read_recipe(recipe)
-    document.whole_tasks()
+    settings = document.recipe.settings.or_all_tasks()
+    document.recipe = replace(document.recipe, settings=settings)
     from tvb_mergekit.plugin.inputs import read_inputs
     from tvb_mergekit.tensors.output import check_output_folder
 
@@ -148,13 +150,15 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
     from tvb_mergekit.plugin.document import from_mapping
     from tvb_mergekit.plugin.inputs import read_inputs
     from tvb_mergekit.store.add import add_task
+    from tvb_mergekit.store.api import base_of
 
     engine, options, own = cli.engine_of(values), cli.model_options(values), {"task": task}
 
     def inputs_for(bases: Bases | None) -> TaskSet:
         name, names, parameters = base, list[str](), {"basis": "none"}
         if bases is not None:
-            name, names = cli.open_base_of(bases, base)[0], bases.facts.tensors
+            base_of(bases, base)  # raises for another
+            name, names = base or bases.base_name, bases.facts.tensors
             parameters |= {"exclude": bases.settings.exclude} if bases.settings.exclude else {}
         elif name is None:
             raise UserError(f"{store}: no such store; a new one needs --base BASE")
@@ -274,7 +278,6 @@ def merge(
 @argument("out", type=PLACE)
 @option("--task", help="This task's model: theta_0 + its task vector.", **cli.of_store())
 @flag("--all", "every", help="All tasks' models, each in a folder of OUT.")
-@cli.dtype(help="Dtype: by default the base's.")
 def export(store: str, out: str, base: str | None, task: str | None, **values: Any) -> None:
     """Write the models of tasks from STORE into OUT.
 
@@ -285,13 +288,14 @@ def export(store: str, out: str, base: str | None, task: str | None, **values: A
       tvb export ./store ./math --task math
       tvb export ./store ./models --all           ./models/math, ./models/code ...
     """
+    from tvb_mergekit.store.api import base_of
     from tvb_mergekit.store.export import export as write
     from tvb_mergekit.store.store import load
 
-    every, kind = values["every"], cli.dtype_of(values["dtype"])
+    every = values["every"]
     if (task is None) != every:
         raise UserError("give one of --task NAME and --all")
     engine, bases = cli.engine_of(values), load(store)
-    tasks, (_, weights, folder) = [task] if task else bases.tasks, cli.open_base_of(bases, base)
-    write(bases, weights, folder, tasks, out, engine, every=every, dtype=kind, warn=logging.warning)
+    tasks, weights = [task] if task else bases.tasks, base_of(bases, base)
+    write(bases, weights, tasks, out, engine, every=every, warn=logging.warning)
     click.echo(f"Written to {out}")

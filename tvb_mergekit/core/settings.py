@@ -75,10 +75,10 @@ class Settings:
         """These settings with other values of some keys."""
         return replace(self, given={**self.given, **changes})
 
-    @property
-    def names_a_basis(self) -> bool:
-        """Whether the recipe has keys about bases."""
-        return any(key == "basis" or "none" not in GLOBAL_KEYS[key].bases for key in self.given)
+    def or_all_tasks(self) -> Settings:
+        """These settings, for the task vectors themselves unless a key is about bases."""
+        named = any(key == "basis" or "none" not in GLOBAL_KEYS[key].bases for key in self.given)
+        return self if named else self.but(basis="none")
 
     def in_force(self) -> dict[str, Any]:
         """The keys of this method and basis, as plain JSON values."""

@@ -78,13 +78,6 @@ class Document:
     given: MergeConfiguration  # with stores as they are listed
     varying: dict[str, Any] = field(default_factory=dict)
 
-    def whole_tasks(self) -> None:
-        """Use the task vectors themselves, unless the recipe has a key of bases."""
-        settings = self.recipe.settings
-        if not settings.names_a_basis:
-            whole = settings.but(basis="none")
-            self.recipe = replace(self.recipe, settings=whole)
-
 
 def read_document(path: str | os.PathLike[str]) -> Document:
     """The recipe in a file. Raise UserError for another method, several documents, or a mistake."""

@@ -250,7 +250,7 @@ class Plan:
         names = str(recipe.base), [recipe.shown(model) for model in recipe.models]
         given = recipe.settings, recipe.tasks, recipe.weights, counted, self.base, *names, sources
         tasks = TaskSet(*given, left_out, tensors.same_as, dtype=tensors.out_dtype)
-        tasks.folder, tasks.unchanged = self.base.folder, sum(tensors.unchanged.values())
+        tasks.unchanged = sum(tensors.unchanged.values())
         if bases is not None and not tensors.changed:
             # The store knows G where the same tensors count.
             stored = (part.name for item in counted for part in item.inputs[:1])
@@ -297,11 +297,9 @@ class Plan:
 
     def report(self) -> tuple[Facts, dict[str, Tensor]]:
         """basis.json and basis.safetensors of the merge."""
-        learned, bases, basis = self.learned, self.recipe.bases, self.basis
+        learned, basis, store = self.learned, self.basis, self.recipe.store
         tunables = self.tensors.tunables if learned is None else {}
-        store = self.recipe.store
+        method = {} if learned is None else {"method": learned.method}
         facts = report.facts(self.tasks, basis, tunables, store.facts if store else None)
         tensors = report.tensors_of(basis) if store is None else dict(store.tensors)
-        if bases is not None:
-            facts = facts.but(from_store=str(bases.path))
-        return facts if learned is None else facts.but(method=learned.method), tensors
+        return facts.model_copy(update=method), tensors

@@ -318,8 +318,8 @@ def _vectors(entry: Any, config: MergeConfiguration, bases: Bases) -> list[Any]:
 
 def used(bases: Bases, method: str) -> list[int]:
     """The places of the vectors that a merge of all of a store needs."""
-    means = method == "basis_negate"  # each reconstruction has the mean
-    return [k for k, vector in enumerate(bases.facts.vectors) if means or not vector.mean]
+    # PCA's mean is the last, which each reconstruction has.
+    return [*range(len(bases.sources) if method == "basis_negate" else bases.num_bases)]
 
 
 class Parameter(ParameterSpec):

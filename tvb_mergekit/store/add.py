@@ -23,7 +23,7 @@ from tvb_mergekit.errors import UserError, check_known
 from tvb_mergekit.store import is_store
 from tvb_mergekit.store.build import Warn, build_store, described, planned_task, written
 from tvb_mergekit.store.change import Change, changing
-from tvb_mergekit.store.facts import Form, StoreFacts, check_files, name_of_dtype
+from tvb_mergekit.store.facts import StoreFacts, Vector, check_files, name_of_dtype
 from tvb_mergekit.store.recipes import times
 from tvb_mergekit.store.report import UNKNOWN, measured
 from tvb_mergekit.store.store import Bases, load, load_numbers
@@ -120,7 +120,7 @@ def _grow(
         settings, full = bases.settings.but(basis=how), count >= (budget or count)
         matrix, tensors, more = _round(bases, task, sums.gram, budget or count, settings)
         name = dense[0] if dense else name_of_dtype(dtype or inputs.own_dtype)
-        forms = [Form(name=f"B{m}", dtype=name) for m in range(matrix.shape[1])]
+        forms = [Vector(name=f"B{m}", dtype=name) for m in range(matrix.shape[1])]
         given, kept, matrix = replace(inputs, items=both), [], matrix * scales[:, None]
         if not full:
             given, kept, matrix, forms = inputs, facts.vectors, matrix[-1:, -1:], forms[-1:]

@@ -11,7 +11,6 @@ import os
 import shutil
 import tempfile
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -55,19 +54,15 @@ def build(
 ) -> Bases:
     """Keep T task vectors, or compress them into M bases if `settings` have keys of a basis.
 
+    Warns of tensors that are left out of a task vector, and of a model unlike the others.
+
     Args:
         models: Task -> its fine-tuned model.
-        out: The store to write. Without it, the store lies in a temporary folder, which goes when
-            nothing needs the bases any more.
+        out: The new store; by default a temporary folder, which goes when nothing needs it.
         weights: Task -> scale of its task vector; 1 by default.
         dtype, lossless, keep: As the options of `tvb build`. Bases, and vectors without `out`, are
             float32 by default.
         settings: the recipe's keys, such as `basis="balanced"`, `num_bases=2`, `exclude="head"`.
-
-    Warns of tensors that are left out of a task vector, and of a model unlike the others.
-
-    Raises:
-        UserError: a wrong setting, models that do not fit the base, NaN or infinity.
 
     >>> import torch
     >>> base = {"w": torch.zeros(4)}
@@ -76,15 +71,11 @@ def build(
     >>> bases.vectors[0].tensor("w")
     tensor([0.5000, 0.5000, 0.0000, 0.0000])
     """
-    told, share = list[str](), kept_share(lossless, keep, dtype)
-    inputs = _inputs(base, models, weights or {}, settings, told)
-    if not share and (out is None or inputs.settings.basis != "none"):
-        dtype = dtype or torch.float32
-
-    def make(place: str | os.PathLike[str]) -> Bases:
-        return build_store(inputs, place, Engine(device_of(device)), dtype, share, told.append)
-
-    return _at(out, make, told)
+    share, engine = kept_share(lossless, keep, dtype), Engine(device_of(device))
+    inputs = _inputs(base, models, weights or {}, settings)
+    if dtype is None and not share and (out is None or inputs.settings.basis != "none"):
+        dtype = torch.float32
+    return _at(out, lambda at: build_store(inputs, at, engine, dtype, share, warnings.warn))
 
 
 def add(
@@ -105,49 +96,38 @@ def add(
     Doubts are warnings, where `tvb add` needs `--force`.
 
     Args:
-        bases: The path of a store, which is changed, or made if it does not exist. Bases without a
-            path of the user are not changed; None begins new ones.
+        bases: A store, which is changed, or made if it does not exist. Bases in a temporary folder
+            are not changed; None begins new ones.
         budget, compress: As the options of `tvb add`.
         dtype: The dtype of new vectors; existing bases keep theirs.
         settings: The recipe's keys for a new store.
     """
-    told = list[str]()
+    engine, own = Engine(device_of(device)), dtype or (torch.float32 if bases is None else None)
 
     def inputs_for(found: Bases | None) -> TaskSet:
         if found is not None and settings:
             raise UserError(f"`{next(iter(settings))}`: the bases are built; leave it out")
         kept = {"exclude": found.settings.exclude} if found and found.settings.exclude else settings
-        return _inputs(base, {task: model}, {task: weight}, kept, told)
+        return _inputs(base, {task: model}, {task: weight}, kept)
 
-    def make(place: str | os.PathLike[str]) -> Bases:
-        engine, own = Engine(device_of(device)), dtype or (torch.float32 if bases is None else None)
-        return add_task(place, inputs_for, engine, budget, compress, own, told.append)
-
-    return _at(bases, make, told)
+    how = engine, budget, compress, own, warnings.warn
+    return _at(bases, lambda at: add_task(at, inputs_for, *how))
 
 
-def _at(place: StorePlace, make: Callable[[Any], Bases], told: list[str]) -> Bases:
+def _at(place: StorePlace, make: Callable[[Any], Bases]) -> Bases:
     """The bases that `make` gives at a place of the user, or in a folder that goes with them.
 
-    Bases in such a folder are copied first. Each line of `told` becomes a warning.
+    Bases in such a folder are copied first.
     """
     old = place if isinstance(place, Bases) else None
     if place is not None and not (old and old.temporary):
-        made = make(old.path if old else place)
-    else:
-        folder = Path(tempfile.mkdtemp(prefix="tvb-"))
-        try:
-            if old is not None:
-                shutil.copytree(old.path, folder, copy_function=os.link, dirs_exist_ok=True)
-            made = replace(make(folder), temporary=True)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        weakref.finalize(made, shutil.rmtree, folder, ignore_errors=True)
-        for source in made.sources:
-            vars(source)["bases"] = made  # so that the folder stays as long as one of them
-    for line in told:
-        warnings.warn(line, stacklevel=3)  # at the caller of `build` or `add`
+        return make(old.path if old else place)
+    folder = tempfile.TemporaryDirectory(prefix="tvb-")
+    if old is not None:
+        shutil.copytree(old.path, folder.name, copy_function=os.link, dirs_exist_ok=True)
+    made = replace(make(folder.name), temporary=folder)
+    for source in made.sources:
+        vars(source)["temporary"] = folder  # which stays as long as one of them
     return made
 
 
@@ -158,7 +138,7 @@ def reconstruct(
 
     `dtype` is that of the floating-point tensors; the base's own by default.
     """
-    items = items_of(bases, base_of(bases, base, dtype), dtype, bases.sources)
+    items = items_of(bases, base_of(bases, base, dtype), bases.sources, dtype)
     held, sink = in_memory(items)
     combine(items, task_column(bases, task), sink)
     return {name: tensor[0] for name, tensor in held.items()}
@@ -181,20 +161,18 @@ def merge(
             Over a store of all tasks also those of bases; without them all task vectors merge.
     """
     given, found = _plain(parameters), base_of(bases, base, dtype)
-    settings = bases.merge_settings(method, given)
-    if bases.whole and not settings.names_a_basis:
-        settings = settings.but(basis="none")
-    settings, engine = settings_over(found, settings), Engine(device_of(device))
+    settings, engine = bases.merge_settings(method, given), Engine(device_of(device))
+    settings = settings_over(found, settings.or_all_tasks() if bases.whole else settings)
     varying = {key: spec.default_for(method) for key, spec in VARYING_KEYS.items()}
     varying |= {key: check_value(key, given[key]) for key in varying if key in given}
+    tunables, left = Tunables.of(varying), bases.facts.left_out
     sources = bases.sources if method == "basis_negate" else bases.vectors
-    items, left = items_of(bases, found, dtype, sources), bases.facts.left_out
+    items = items_of(bases, found, sources, dtype)
     for place, item in enumerate(items):
         if item.inputs and not settings.excludes(item.name):
-            counted = bases.stored_name(item.name)
-            items[place] = replace(item, counted_as=counted, tunables=Tunables.of(varying))
-    tasks = TaskSet(settings, bases.tasks, bases.scales.tolist(), [])
-    tasks.items = [item for item in items if item.counted_as == item.name]
+            items[place] = replace(item, tunables=tunables)
+    once = [item for item in items if item.tunables and item.counted_as == item.name]
+    tasks = TaskSet(settings, bases.tasks, bases.scales.tolist(), once)
     tasks.sums = None if settings.exclude else bases.sums(range(bases.num_bases))
     tasks.unchanged = sum(found.tensors[n].numel for n in left if left[n] == UNCHANGED)
     made = combined(bases, tasks, engine)
@@ -204,11 +182,15 @@ def merge(
     return {name: tensor[0] for name, tensor in held.items()}
 
 
-def base_of(bases: Bases, base: Model, dtype: torch.dtype | None = None) -> Weights:
-    """Open the base. Raise UserError for another base, or a `dtype` that is not floating-point."""
+def base_of(bases: Bases, base: Model | None = None, dtype: torch.dtype | None = None) -> Weights:
+    """Open the base, by default where the store says that it is.
+
+    Raise UserError for another base, or a `dtype` that is not floating-point.
+    """
     if dtype is not None and not dtype.is_floating_point:
         raise UserError(f"`dtype` is {dtype}: expected a floating-point torch.dtype")
-    found = open_model(base)
+    base = bases.base_name if base is None else base
+    found = open_model(base, f"; {bases.path} needs it: give its place by --base or `base`")
     bases.check_base(found, name_of(base))
     return found
 
@@ -223,32 +205,29 @@ def _inputs(
     models: Mapping[str, Model],
     weights: Mapping[str, float],
     settings: Mapping[str, Any],
-    told: list[str],
 ) -> TaskSet:
-    """The models as a task set, with lines on what is left out of them appended to `told`."""
+    """The models as a task set. Warn of tensors that are left out of it."""
     found, tasks, given = open_model(base), list(models), _plain(settings)
     check_tasks(tasks, names := [name_of(model, task) for task, model in models.items()])
     for task in weights:
         check_known(task, tasks, f"`weights` names the unknown task {task!r}")
-    resolved = resolve_settings("basis_ta", given, tasks)
-    if not resolved.names_a_basis:
-        resolved = resolved.but(basis="none")
+    resolved = resolve_settings("basis_ta", given, tasks).or_all_tasks()
     made, notes = match(found, [*map(open_model, models.values())], tasks, resolved)
-    told += notes
+    for note in notes:
+        warnings.warn(note, stacklevel=3)  # at the caller of `build`
     made.weights = [check_value("weight", weights.get(task, 1.0)) for task in tasks]
     made.base_model, made.models = name_of(base, "base"), names
     made.varying = {key: check_value(key, given[key]) for key in VARYING_KEYS if key in given}
-    made.folder = None if os.path.isfile(made.base_model) else found.folder
     return made
 
 
-def open_model(model: Model) -> Weights:
+def open_model(model: Model, remedy: str = "") -> Weights:
     """A model's tensors."""
     if isinstance(model, Mapping):
         return StateDict(model)
     model = hub.local(model)
     if not os.path.exists(model):
-        raise UserError(f"model {model}: no such folder or file (from {os.getcwd()})")
+        raise UserError(f"model {model}: no such folder or file (from {os.getcwd()}){remedy}")
     if os.path.isfile(model) and MARKER in metadata_of(Path(model)):
         raise UserError(f"model {model} is a vector of a store, and not a model: `load` the store")
     return Checkpoint.open(model)

@@ -64,7 +64,7 @@ def attach(
         check_weights(model, open_model(store))
         return routed_model(model, file)
     bases = store if isinstance(store, Bases) else stores.load(store)
-    return Live(model, bases, base_of(bases, bases.base_name if base is None else base))
+    return Live(model, bases, base_of(bases, base))
 
 
 class Live:
@@ -79,7 +79,7 @@ class Live:
         self._module: nn.Module = getattr(model, "_orig_mod", model)  # without torch.compile
         end_routing(self._module)
         self._live = live = moving_tensors(self._module, bases, base)
-        every = items_of(bases, base, None, bases.sources)
+        every = items_of(bases, base, bases.sources)
         self._items = [replace(i, out=live[i.name].dtype) for i in every if i.name in live]
         self._layout, self._lock = layout_of(self._module), threading.Lock()
         self._key = vars(self._module)[ATTACHED] = object()

@@ -27,7 +27,7 @@ from tvb_mergekit.core.settings import EVEN
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.change import Change, slugs
 from tvb_mergekit.store.export import write_original
-from tvb_mergekit.store.facts import Form, Vector, name_of_dtype, record_of, write_tensors
+from tvb_mergekit.store.facts import Vector, name_of_dtype, record_of, write_tensors
 from tvb_mergekit.store.gates import write_gates
 from tvb_mergekit.store.report import UNKNOWN, facts
 from tvb_mergekit.store.store import CONFIG, Bases, load
@@ -112,7 +112,7 @@ def build_store(
     return load(change.home)
 
 
-def planned(inputs: TaskSet, dtype: torch.dtype | None, share: float) -> list[Form]:
+def planned(inputs: TaskSet, dtype: torch.dtype | None, share: float) -> list[Vector]:
     """The names and forms of the vectors; see `build_store`."""
     settings = inputs.settings
     if settings.basis == "none":
@@ -123,11 +123,11 @@ def planned(inputs: TaskSet, dtype: torch.dtype | None, share: float) -> list[Fo
         )
     own = name_of_dtype(dtype or inputs.own_dtype)
     names = [f"B{m}" for m in range(settings.bases_of(len(inputs.tasks)))]
-    mean = [Form(name="mean", dtype=own, mean=True)] if settings.basis == "pca" else []
-    return [*(Form(name=name, dtype=own) for name in names), *mean]
+    mean = ["mean"] if settings.basis == "pca" else []
+    return [Vector(name=name, dtype=own) for name in (*names, *mean)]
 
 
-def planned_task(inputs: TaskSet, number: int, dtype: torch.dtype | None, share: float) -> Form:
+def planned_task(inputs: TaskSet, number: int, dtype: torch.dtype | None, share: float) -> Vector:
     """The form of one task vector; see `build_store`."""
     name, source = inputs.tasks[number], inputs.sources[number]
     stored = source.base is not None  # a vector of a store, whose other files are not there
@@ -142,18 +142,18 @@ def planned_task(inputs: TaskSet, number: int, dtype: torch.dtype | None, share:
             f"`{name}` has another dtype, or is an adapter or a vector of a store"
         )
     if 0 < share < 1:
-        return Form(name=name, codec="sampled", share=share)
+        return Vector(name=name, codec="sampled", share=share)
     if share == 1 or (dtype is None and fits and not stored):
         widest = functools.reduce(torch.promote_types, [part.dtype for part, _ in parts])
         own = name_of_dtype(widest if widest in MANTISSA else torch.float32)
-        return Form(name=name, codec="lossless", dtype=own)
+        return Vector(name=name, codec="lossless", dtype=own)
     if dtype is None and isinstance(source, Adapter) and source.under is source.base:
-        return Form(name=name, codec="adapter")
-    return Form(name=name, dtype=name_of_dtype(dtype or torch.float32))
+        return Vector(name=name, codec="adapter")
+    return Vector(name=name, dtype=name_of_dtype(dtype or torch.float32))
 
 
 def written(
-    change: Change, inputs: TaskSet, forms: Sequence[Form], matrix: Tensor, engine: Engine
+    change: Change, inputs: TaskSet, forms: Sequence[Vector], matrix: Tensor, engine: Engine
 ) -> tuple[list[Vector], list[float]]:
     """Write the combinations `matrix` [T, K] of the inputs as vectors, by the leader's `change`.
 
@@ -201,9 +201,11 @@ def written(
             more["gates"] = write_gates(store, change.place("gates", names[k]), inputs, own[k])
         if form.codec == "lossless":
             place = change.place("files", names[k])
-            more |= write_original(store, place, inputs, own[k], engine)
+            before = [*(change.facts.vectors if change.facts else ()), *made]
+            held = [file for vector in before for file in vector.files]
+            more |= write_original(store, place, inputs, own[k], held, engine)
         weights = record_of(store, f"vectors/{paths[k].name}")
-        made.append(Vector(**dict(form), weights=weights, **more))
+        made.append(form.model_copy(update={"weights": weights, **more}))
     return made, squares
 
 
@@ -237,7 +239,7 @@ def described(
     return made
 
 
-def lost(form: Form, square: float, norm: float) -> float:
+def lost(form: Vector, square: float, norm: float) -> float:
     """The relative error of a task vector by the square of its code's error, or its rounding."""
     if form.codec == "dense" and form.dtype != "float32":
         return torch.finfo(getattr(torch, form.dtype)).eps / 2

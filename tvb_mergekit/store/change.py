@@ -59,10 +59,10 @@ class Change:
     def commit(self, made: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Write the numbers of the next state, whose other files are there, and publish it."""
         write_tensors(self.store / self._numbers, tensors, {"format": "pt"})
-        new, before = dict(made), self.facts and self.facts.but(previous=None)
+        new = {**made, "previous": self.facts}
         if (base := made["base_path"]) and os.path.exists(base):
             new["base_beside"] = os.path.relpath(os.path.realpath(base), self.home)
-        new |= {"numbers": record_of(self.store, self._numbers), "previous": before}
+        new["numbers"] = record_of(self.store, self._numbers)
         facts = StoreFacts.model_validate(new)
         (self.store / LOCK).touch()  # that of a new store, so that a refused change adds no file
         write_facts(self.store / STORE, facts)
@@ -117,7 +117,8 @@ def undo(path: str | os.PathLike[str]) -> Bases:
         if facts is None or facts.previous is None:
             raise UserError(f"{path}: nothing to undo: it is as it was built")
         check_files(change.store, facts.previous.held.values())
-        write_facts(change.store / STORE, facts.previous.but(previous=facts.but(previous=None)))
+        before = facts.previous.model_copy(update={"previous": facts})
+        write_facts(change.store / STORE, before)
     return load(change.store)
 
 

@@ -1,8 +1,7 @@
 """From vectors back to models: theta_0 + tau_hat_j, or any other combination.
 
 A lossless store gives each model as it was. `files/NAME/` holds the other tensors of a model in
-`rest.safetensors`, and the files that the base's folder does not have alike, such as configuration
-and tokenizer.
+`rest.safetensors`, and its configuration, tokenizer and code.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,15 @@ from tvb_mergekit import hub
 from tvb_mergekit.core.basis import Step
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.change import slugs
-from tvb_mergekit.store.facts import check_files, record_of
+from tvb_mergekit.store.facts import StoredFile, check_files, record_of
 from tvb_mergekit.store.report import OURS, section, vectors
 from tvb_mergekit.store.store import Bases
-from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint, say_untied
+from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, say_untied
 from tvb_mergekit.tensors.coding import Coded, keep
 from tvb_mergekit.tensors.output import (
     FolderWriter,
     check_disk,
     check_output_folder,
-    checksum_of,
     into,
     plan_shards,
     staged,
@@ -44,28 +43,33 @@ from tvb_mergekit.tensors.taskset import TaskSet
 
 LOSSY = 0.3  # relative error of a reconstructed task beyond which an export warns
 REST = "rest.safetensors"
-ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".codes", ".py")
-# Files of folders: the modules of sentence-transformers
-INNER = re.compile(r"(\d_[A-Z]\w*|additional_chat_templates)/\w[\w.-]*")
+# Files of a model beside its weights: the last are modules of sentence-transformers
+COMPANION = re.compile(
+    r"(?!.*\.index\.json)[^/\\]+\.(json|jinja|txt|model|tiktoken|spm|codes|py)"
+    r"|(\d_[A-Z]\w*|additional_chat_templates)/\w[\w.-]*"
+)
 
 
 def items_of(
-    bases: Bases,
-    base: Weights,
-    dtype: torch.dtype | None,
-    sources: Sequence[Weights],
+    bases: Bases, base: Weights, sources: Sequence[Weights], dtype: torch.dtype | None = None
 ) -> list[Item]:
     """Every tensor of the base, with those of `sources` where the bases hold it.
 
     `dtype` is that of the floating-point tensors of the output; None keeps the base's own.
     """
     items = []
-    for name, info in base.tensors.items():
-        out = dtype if dtype and info.dtype.is_floating_point else info.dtype
-        held = bases.stored_name(name)
+    for name in base.tensors:
+        held, own = bases.stored_name(name), copied(base, name)
         inputs = () if held is None else tuple(Part.of(each, held) for each in sources)
-        items.append(Item(name, info.shape, Part.of(base, name), inputs, out))
+        out = dtype if dtype and own.out.is_floating_point else own.out
+        items.append(replace(own, inputs=inputs, out=out, counted_as=held))
     return items
+
+
+def copied(weights: Weights, name: str) -> Item:
+    """A tensor as it is."""
+    info = weights.tensors[name]
+    return Item(name, info.shape, Part.of(weights, name), (), info.dtype)
 
 
 def task_column(bases: Bases, task: str) -> Tensor:
@@ -74,19 +78,19 @@ def task_column(bases: Bases, task: str) -> Tensor:
     return bases.reconstruction([task]) * scales
 
 
-def combine(items: Sequence[Item], matrix: Tensor, sink: Sink, engine: Engine = Engine()) -> None:
-    """Give `sink` theta_0 + sources @ matrix[:, k] as output k of each item of `items_of`.
+def combine(items: Sequence[Item], column: Tensor, sink: Sink, engine: Engine = Engine()) -> None:
+    """Give `sink` theta_0 + sources @ column [N, 1] of each item of `items_of`.
 
-    If there is one column, and it is zero or one lossless model, this is a copy to the bit.
+    If that is theta_0 or one lossless model, this is a copy to the bit.
     """
-    # An input with no part in any output is not read.
-    used, made = [k for k, row in enumerate(matrix.tolist()) if any(row)], list[Item]()
+    # An input with no part in the output is not read.
+    used, made = [k for k, scale in enumerate(column.tolist()) if any(scale)], list[Item]()
     for item in items:
         parts, base = [item.inputs[k] for k in used if item.inputs], item.base
-        if matrix[used].tolist() == [[1.0]] and parts and parts[0].holds == "weight":
+        if column[used].tolist() == [[1.0]] and parts and parts[0].holds == "weight":
             base = parts.pop()
         made.append(replace(item, inputs=tuple(parts), base=base))
-    step = Step.of(matrix[used], add_base=True)
+    step = Step.of(column[used], add_base=True)
     steps = dict.fromkeys((item.name for item in made if item.inputs), step)
     combine_pass(made, steps, sink, engine, title="Models")
 
@@ -94,55 +98,39 @@ def combine(items: Sequence[Item], matrix: Tensor, sink: Sink, engine: Engine = 
 def export(
     bases: Bases,
     base: Weights,
-    base_folder: Path | None,
     tasks: Sequence[str],
     out: str | os.PathLike[str],
     engine: Engine = Engine(),
     *,
     every: bool = False,
-    dtype: torch.dtype | None = None,
     warn: Callable[[str], object] = lambda line: None,
 ) -> None:
     """Write the model of a task, theta_0 + tau_hat without its weight, as a Hugging Face model.
 
-    The base and the vectors are read once for all outputs. Models of a lossless store are written
-    as they were.
+    Models of a lossless store are written as they were, others with the base's config.json and
+    tokenizer.
 
     Args:
-        base_folder: whose config.json and tokenizer the models get; None for a bare state dict.
         every: write several, each into a folder of its own below `out`.
-        dtype: of the floating-point tensors; None: their own.
         warn: called with a line about each task whose reconstruction is far from it.
     """
-    columns = torch.cat([task_column(bases, task) for task in tasks], 1)
+    columns = [task_column(bases, task) for task in tasks]
     check_output_folder(out)
-    items = items_of(bases, base, dtype, bases.sources)
-    check_disk(out, len(tasks) * sum(item.written for item in items))
+    check_disk(out, len(tasks) * sum(info.nbytes for info in base.tensors.values()))
     for line in filter(None, (lost_of(bases, task) for task in tasks)):
         warn(line)
-    exact = {v.name: k for k, v in enumerate(bases.facts.vectors) if v.codec == "lossless"}
-    lossy = [k for k, task in enumerate(tasks) if task not in exact]
     with staged(out) as folder:
-        places = [folder / slug for slug in slugs(tasks)] if every else [folder]
-        if lossy:
-            writers = [FolderWriter(places[k], plan_shards(items), {"format": "pt"}) for k in lossy]
-            combine(items, columns[:, lossy], into(*writers), engine)
-        for task, place in zip(tasks, places, strict=True):
-            files = companions(base_folder)
-            if task in exact:
-                own, files = original(bases, exact[task], base, base_folder, dtype)
-                writer = FolderWriter(place, plan_shards(own), {"format": "pt"})
-                combine_pass(own, {}, into(writer), engine, title="Models")
+        for task, column, slug in zip(tasks, columns, slugs(tasks), strict=True):
+            place, exact = folder / slug if every else folder, original(bases, task, base)
+            made = items_of(bases, base, bases.sources), companions(base.folder)
+            items, files = exact or made
+            writer = FolderWriter(place, plan_shards(items), {"format": "pt"})
+            combine(items, column, into(writer), engine)
             for name, file in files.items():
                 (place / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, place / name)
-            if task not in exact:
+            if not exact:
                 say_untied(place)
-            if dtype is not None and (config := place / "config.json").is_file():
-                said = json.loads(config.read_text(encoding="utf-8"))
-                named = str(dtype).removeprefix("torch.")
-                said |= {key: named for key in ("dtype", "torch_dtype") if key in said}
-                config.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
             (place / "README.md").write_text(_card(bases, task), encoding="utf-8")
 
 
@@ -172,80 +160,70 @@ def lost_of(bases: Bases, task: str) -> str:
 
 def companions(folder: Path | None) -> dict[str, Path]:
     """The configuration, tokenizer, own code and modules in the folder of a model, by their names,
-    with "/" for a folder in between."""
-    every = sorted([*folder.glob("*"), *folder.glob("*/*")]) if folder else []
-    named = {file.relative_to(str(folder)).as_posix(): file for file in every if file.is_file()}
-    return {name: file for name, file in named.items() if is_companion(name)}
-
-
-def is_companion(name: str) -> bool:
-    plain = "\\" not in name and Path(name).name == name and name.endswith(ENDINGS)
-    return bool((plain and not name.endswith(".index.json")) or INNER.fullmatch(name))
+    with "/" for a folder in between. None without config.json: other files may lie there."""
+    if folder is None or not (folder / "config.json").is_file():
+        return {}
+    every = (file for file in sorted([*folder.glob("*"), *folder.glob("*/*")]) if file.is_file())
+    named = {file.relative_to(str(folder)).as_posix(): file for file in every}
+    return {name: file for name, file in named.items() if COMPANION.fullmatch(name)}
 
 
 def write_original(
-    store: Path, place: str, inputs: TaskSet, number: int, engine: Engine
+    store: Path,
+    place: str,
+    inputs: TaskSet,
+    number: int,
+    held: Iterable[StoredFile],
+    engine: Engine,
 ) -> dict[str, Any]:
-    """Write what the vector of a model lacks into the folder `place`; returns keys of `Vector`."""
+    """Write what the vector of a model lacks into the folder `place`; returns keys of `Vector`.
+
+    A file that other models of the store have alike, among `held`, is stored once.
+    """
     source, base, folder = inputs.sources[number], inputs.base, store / place
     folder.mkdir(parents=True)
     # Not of the model, or made of others, such as rows that a tokenizer put in another order
     foreign = [i.name for i in inputs.items if i.load or i.inputs[number].name != i.name]
-    rest, shared, held = [], {}, {*inputs.names} - {*foreign}
-    for name in source.in_file:
-        info = source.tensors[name]
-        if name not in held:
-            fits = name in base.in_file and base.tensors[name].shape == info.shape
-            near = Part.of(base, name) if fits else None
-            rest.append(Item(name, info.shape, near, (Part.of(source, name),)))
+    rest, counted = [], {*inputs.names} - {*foreign}
+    for name in (name for name in source.in_file if name not in counted):
+        fits = name in base.in_file and base.tensors[name].shape == source.tensors[name].shape
+        own, near = copied(source, name), Part.of(base, name) if fits else None
+        rest.append(replace(own, base=near, inputs=own.parts))
     if rest:
         keep({folder / REST: REST}, rest, engine=engine, title="Rest")
-    of_folder = isinstance(source, Checkpoint) and not os.path.isfile(inputs.models[number])
-    files = companions(source.folder if of_folder else None)
+    files = companions(source.folder)
     if files.keys().isdisjoint(TOKENIZER_FILES):
-        files = companions(inputs.folder) | files
+        files = companions(base.folder) | files
     for name, file in files.items():
-        twin = inputs.folder and inputs.folder / name
-        if twin and twin.is_file() and filecmp.cmp(file, twin, shallow=False):
-            shared[name] = checksum_of(file)
-        else:
-            shutil.copyfile(file, folder / name.replace("/", "%2F"))
-    own = [record_of(store, f"{place}/{file.name}") for file in sorted(folder.iterdir())]
-    if not own:
+        shutil.copyfile(file, folder / name.replace("/", "%2F"))
+    known = {(Path(each.file).name, each.xxh3_128): each for each in held}
+    kept = [record_of(store, f"{place}/{file.name}") for file in sorted(folder.iterdir())]
+    for k, each in enumerate(kept):
+        file, twin = store / each.file, known.get((Path(each.file).name, each.xxh3_128))
+        if twin and filecmp.cmp(file, store / twin.file, shallow=False):
+            kept[k] = twin
+            file.unlink()
+    with suppress(OSError):
         folder.rmdir()
-    return {"files": own, "shared": shared, "foreign": foreign}
+    return {"files": kept, "foreign": foreign}
 
 
-def original(
-    bases: Bases,
-    number: int,
-    base: Weights,
-    base_folder: Path | None,
-    dtype: torch.dtype | None,
-) -> tuple[list[Item], dict[str, Path]]:
+def original(bases: Bases, task: str, base: Weights) -> tuple[list[Item], dict[str, Path]] | None:
     """The tensors and other files, by their names, of a model of a lossless store, as they were.
 
-    Raises:
-        UserError: a file of the model, or of the base, is not what it was.
+    None for another vector. Raise UserError if a file of the model is not what it was.
     """
-    vector, source = bases.facts.vectors[number], bases.sources[number]
+    number = bases.index(task)
+    if not bases.whole or (vector := bases.facts.vectors[number]).codec != "lossless":
+        return None
     check_files(bases.path, vector.files, checksums=True)
     places = [bases.path / each.file for each in vector.files]
     files = {file.name.replace("%2F", "/"): file for file in places}
+    source = bases.sources[number]
     every = {name: source for name in source.in_file if name not in vector.foreign}
     if rest := files.pop(REST, None):
         every |= dict.fromkeys((other := Coded(rest, base)).in_file, other)
-    items = []
-    for name, each in every.items():
-        info = each.tensors[name]
-        own = dtype if dtype and info.dtype.is_floating_point else info.dtype
-        items.append(Item(name, info.shape, Part.of(each, name), (), own))
-    for name, checksum in vector.shared.items():
-        files[name] = file = (base_folder or bases.path) / name
-        if not file.is_file() or checksum_of(file) != checksum:
-            said = "missing or changed since the store was built, which needs it for the model"
-            raise UserError(f"{file}: {said}; restore it")
     for name in files:  # a store of somebody else must not write outside the output
-        if not is_companion(name):
+        if not COMPANION.fullmatch(name):
             raise UserError(f"{bases.path}: {name!r} is not the name of a model's file")
-    return items, files
+    return [copied(each, name) for name, each in every.items()], files

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 import torch
@@ -17,18 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from tvb_mergekit.atomic import write_file
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, complaints
 from tvb_mergekit.store import STORE
 from tvb_mergekit.tensors.output import checksum_of, header_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 FOLDER = "basis"  # in a merged model: beside its weights, some programs would load the numbers
 FACTS, TENSORS = "basis.json", "basis.safetensors"
 CHECKSUM = "checksum"
 
-DtypeName = Literal["float32", "bfloat16", "float16"]
 # The only files of a store: nothing else is read, and nothing else is ever deleted.
 NAME = r"[^/\\:\0-\x1f]+"
 OWN = (
@@ -37,64 +33,46 @@ OWN = (
 )
 
 
-class Record(BaseModel):
-    """A JSON object, as attributes. Keys of a later version are dropped."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, regex_engine="python-re")
-
-    def but(self, **changes: Any) -> Self:
-        """A copy with other values, which are checked."""
-        return self.model_validate({**dict(self), **changes})
+# Keys of a later version are dropped.
+KEYS = ConfigDict(extra="ignore", strict=True, frozen=True, regex_engine="python-re")
 
 
-class StoredFile(Record):
+class StoredFile(BaseModel):
     """Place below the store, size and checksum of a file."""
 
+    model_config = KEYS
     file: Annotated[str, Field(pattern=OWN)]
     bytes: int
     xxh3_128: str
 
 
-class Form(Record):
-    """The name of a vector (a task, or B0, B1 ...), and how it is stored.
+class Vector(BaseModel):
+    """One vector of a store: its name (a task, or B0, B1 ...), its form, and its files.
 
-    `dtype` is that of the decoded numbers, `share` that of the kept entries of a sample. A `mean`
-    is part of each reconstruction, and of no merge.
+    `dtype` is that of the decoded numbers, `share` that of the kept entries of a sample. `gates`,
+    of a task, is read by `attach(...).route()`, see `store.gates`. A lossless model has the other
+    `files`, and all tensors of the vector except the `foreign` ones.
     """
 
+    model_config = KEYS
     name: str
     codec: Literal["dense", "lossless", "sampled", "adapter"] = "dense"
-    dtype: DtypeName = "float32"
+    dtype: Annotated[str, Field(pattern=r"\A(float32|bfloat16|float16)\Z")] = "float32"
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    mean: bool = False
-
-
-class Vector(Form):
-    """One vector of a store, with its files.
-
-    `gates`, of a task, is read by `attach(...).route()`, see `store.gates`. A lossless model has
-    the other `files`, those that it has `shared` with the base's folder -> their checksum, and all
-    tensors of the vector except the `foreign` ones.
-    """
-
-    weights: StoredFile
+    weights: StoredFile = StoredFile(file="vectors/unwritten.safetensors", bytes=0, xxh3_128="")
     gates: StoredFile | None = None
     files: list[StoredFile] = []
-    shared: dict[str, str] = {}
     foreign: list[str] = []
 
     @property
     def held(self) -> list[StoredFile]:
         return [self.weights, *filter(None, [self.gates]), *self.files]
 
-    @property
-    def bytes(self) -> int:
-        return sum(file.bytes for file in self.held)
 
-
-class Facts(Record):
+class Facts(BaseModel):
     """All of a merge's `basis.json`. Keys with a default may be missing."""
 
+    model_config = KEYS
     format_version: Literal[1, 3]
     versions: dict[str, str | None]
     method: str
@@ -113,7 +91,6 @@ class Facts(Record):
     fingerprints: dict[str, str]
     seconds: dict[str, float]
     errors: dict[str, float | None] = {}  # null where unknown
-    from_store: str | None = None
 
     @property
     def whole(self) -> bool:
@@ -155,10 +132,10 @@ class StoreFacts(Facts):
 
     @property
     def shares(self) -> list[float]:
-        """v [M], which multiplies each basis in a merge: w normalized to mean 1, or 1.
+        """v [M], which multiplies each basis in a merge: w of balanced bases with mean 1, or 1.
 
-        1 for every store that was built offline. It differs where `tvb add` keeps balanced bases
-        that stand for different numbers of tasks: then sum_m v_m B_m is M/T times the sum of all.
+        Those of `tvb add` may stand for different numbers of tasks: sum_m v_m B_m is M/T times the
+        sum of all.
         """
         known = self.basis_weights if self.compress == "balanced" else None
         weights = known or [1.0] * self.num_bases
@@ -167,15 +144,18 @@ class StoreFacts(Facts):
     @property
     def bits(self) -> list[float]:
         """Mean bits of an element of each vector."""
-        return [8 * vector.bytes / max(self.num_parameters, 1) for vector in self.vectors]
+        return [8 * each.weights.bytes / max(self.num_parameters, 1) for each in self.vectors]
 
 
 Kind = TypeVar("Kind", bound=Facts)
 
 
 def write_facts(file: Path, facts: Facts) -> None:
-    """Write `basis.json` or `store.json`, with its checksum; an earlier one is replaced."""
-    plain = facts.model_dump(mode="json")
+    """Write `basis.json` or `store.json`, with its checksum; an earlier one is replaced.
+
+    The former state of a store is written without its own former state.
+    """
+    plain = facts.model_dump(mode="json", exclude={"previous": {"previous"}})
     text = json.dumps({**plain, CHECKSUM: _checksum(plain)}, indent=2, allow_nan=False)
     write_file(file, f"{text}\n".encode())
 
@@ -188,8 +168,7 @@ def read_facts(file: Path, kind: type[Kind]) -> Kind:
             raise ValueError("its checksum differs: the file was changed")
         return kind.model_validate(found)
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        why = f"`{'.'.join(map(str, first['loc']))}`: {first['msg']}"
+        why = complaints(error)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         why = str(error)
     raise UserError(f"{file} cannot be read ({why}); restore it from a copy, or build it again")
@@ -201,9 +180,9 @@ def _checksum(facts: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128(text.encode("ascii")).hexdigest()
 
 
-def name_of_dtype(dtype: torch.dtype) -> DtypeName:
-    """The name of a dtype. `Form` refuses all that a store cannot have."""
-    return cast(DtypeName, str(dtype).removeprefix("torch."))
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """The name of a dtype. `Vector` refuses all that a store cannot have."""
+    return str(dtype).removeprefix("torch.")
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -230,10 +209,10 @@ def check_files(store: Path, files: Iterable[StoredFile], checksums: bool = Fals
             why = "a link out of the store"
         elif not path.is_file():
             why = f"missing, and {STORE} names it"
-        elif (size := path.stat().st_size) != each.bytes:
-            why = f"{size:,} bytes, {STORE} says {each.bytes:,}"
-        elif checksums and checksum_of(path) != each.xxh3_128:
-            why = f"its checksum is not the one in {STORE}"
+        elif path.stat().st_size != each.bytes or (
+            checksums and checksum_of(path) != each.xxh3_128
+        ):
+            why = f"its size or checksum is not the one in {STORE}"
         else:
             continue
         remedy = "restore it from a copy, take the task out (`tvb remove`), or build it again"

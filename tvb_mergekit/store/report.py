@@ -31,7 +31,7 @@ from tvb_mergekit.store.facts import (
 from tvb_mergekit.tensors.taskset import TaskSet
 
 PACKAGES = ("tvb-mergekit", "mergekit", "torch", "transformers", "safetensors")
-NUMBERS = ("gram", "eigenvalues", "encoder", "decoder", "reconstruction")
+NUMBERS = ("gram", "eigenvalues", "encoder", "decoder")
 UNKNOWN = dict.fromkeys(("loss", "spectral_bound", "retained_energy"))  # without G
 OURS = "[tvb-mergekit](https://pypi.org/project/tvb-mergekit/)"
 CITATION = (
@@ -52,8 +52,8 @@ def facts(
         tunables: `lambda`, `alpha` and `density` -> all values of it.
         built: the facts of the bases that were merged.
     """
-    in_force = basis.settings.in_force()
-    varying = {k: v.copy().pop() if len(v) == 1 else sorted(v) for k, v in tunables.items()}
+    in_force, merging = basis.settings.in_force(), (*VARYING_KEYS, *MERGING_KEYS)
+    varying = {k: min(v) if len(v) == 1 else sorted(v) for k, v in tunables.items()}
     found: dict[str, Any] = {
         "format_version": 1,
         "versions": {name: version(name) for name in PACKAGES},
@@ -63,11 +63,10 @@ def facts(
         "seconds": dict(basis.seconds),
     }
     if built is not None:
-        merging = (*VARYING_KEYS, *MERGING_KEYS)
         kept = {key: value for key, value in built.parameters.items() if key not in merging}
         kept |= {key: in_force[key] for key in (*merging, "exclude") if key in in_force}
-        kept["basis_weights"] = basis.weighted_encoder.diagonal().tolist()
-        return Facts.model_validate({**dict(built), **found, "parameters": {**kept, **varying}})
+        kept |= {"basis_weights": basis.weighted_encoder.diagonal().tolist(), **varying}
+        return Facts.model_validate({**dict(built), **found, "parameters": kept})
     assert isinstance(basis, Basis)
     sums = basis.sums
     weights = dict(zip(basis.tasks, basis.weights, strict=True))
@@ -101,13 +100,13 @@ def measured(tasks: Sequence[str], encoding: Encoding, gram: Tensor) -> dict[str
 def tensors_of(basis: Combination) -> dict[str, Tensor]:
     """All of a merge's `basis.safetensors` that was computed, float64."""
     assert isinstance(basis, Basis)
-    encoding, kind = basis.encoding, basis.settings.basis
+    encoding = basis.encoding
     known = {"encoder": encoding.encoder, "decoder": encoding.decoder}
-    if not basis.sums.inner:  # what needs G is not known
-        kept = {"none": ("encoder", "decoder"), "rand_select": ("encoder",)}.get(kind, ())
-        return {name: tensor for name, tensor in known.items() if name in kept}
-    known |= {"gram": basis.sums.gram, "eigenvalues": encoding.eigenvalues}
-    return known | ({"reconstruction": encoding.reconstruction} if kind == "pca" else {})
+    if basis.sums.inner:
+        return {**known, "gram": basis.sums.gram, "eigenvalues": encoding.eigenvalues}
+    # Without G little is known.
+    kept = {"none": ("encoder", "decoder"), "rand_select": ("encoder",)}
+    return {name: known[name] for name in kept.get(basis.settings.basis, ())}
 
 
 def write_report(model: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
@@ -135,20 +134,8 @@ def vectors(facts: Facts) -> str:
     return count if facts.whole else many
 
 
-def summary(facts: Facts, out: str) -> list[str]:
-    """Lines on a merge: method, tasks, base, losses, tensors left out, place."""
-    given = facts.parameters.get("lambda")
-    scaled = f", lambda {given:g}" if isinstance(given, float | int) else ""
-    return [
-        f"Merged {vectors(facts)} by {facts.method}{scaled}: {listed(facts.tasks, 12)}",
-        f"Base: {facts.base_model}",
-        *remarks(facts),
-        f"Written to {out} in {sum(facts.seconds.values()):.1f} s; `tvb inspect` shows details",
-    ]
-
-
 def measures(facts: Facts) -> list[str]:
-    """Lines on loss, bounds and retained energy of bases, where they are known."""
+    """A line on loss, bound and retained energy of bases, where they are known."""
     if facts.loss is None:
         lacks = "No Gram matrix: this merge needs none; `tvb inspect RECIPE` computes it"
         return [] if facts.errors else [lacks]
@@ -158,12 +145,23 @@ def measures(facts: Facts) -> list[str]:
 
 
 def remarks(facts: Facts) -> list[str]:
-    """Those lines, and one for each reason why tensors of a merge stay the base's."""
-    lines = measures(facts)
-    for reason in dict.fromkeys(facts.left_out.values()):
-        names = [name for name, why in facts.left_out.items() if why == reason]
-        lines.append(f"{counted(len(names), 'tensor')} left to the base, {reason}: {listed(names)}")
+    """That line, and one for each reason why tensors of a merge stay the base's."""
+    lines, reasons = measures(facts), dict[str, list[str]]()
+    for name, why in facts.left_out.items():
+        reasons.setdefault(why, []).append(name)
+    for why, names in reasons.items():
+        lines.append(f"{counted(len(names), 'tensor')} left to the base, {why}: {listed(names)}")
     return lines
+
+
+def summary(facts: Facts, out: str) -> list[str]:
+    """Lines on a merge: method, tasks, base, losses, tensors left out, place."""
+    return [
+        f"Merged {vectors(facts)} by {facts.method}: {listed(facts.tasks, 12)}",
+        f"Base: {facts.base_model}",
+        *remarks(facts),
+        f"Written to {out} in {sum(facts.seconds.values()):.1f} s; `tvb inspect` shows details",
+    ]
 
 
 def inspected(facts: Facts, tensors: Mapping[str, Tensor], built: bool = True) -> dict[str, Any]:
@@ -184,7 +182,7 @@ def inspected(facts: Facts, tensors: Mapping[str, Tensor], built: bool = True) -
         **facts.model_dump(mode="json", exclude={"seconds", "previous"}),
         "errors": facts.errors or dict.fromkeys(facts.tasks),
         "sizes": store and {"models": store.model_bytes, "store": store.bytes},
-        "bytes": [vector.bytes for vector in store.vectors] if store else [],
+        "bytes": [vector.weights.bytes for vector in store.vectors] if store else [],
         "bits": store.bits if store else [],
         "choices": [] if gram is None else _choices(Gram.of(gram)),
         **{name: None if n is None else n.tolist() for name, n in numbers.items()},
@@ -192,19 +190,11 @@ def inspected(facts: Facts, tensors: Mapping[str, Tensor], built: bool = True) -
 
 
 def _choices(gram: Gram) -> list[dict[str, float]]:
-    """For each M = 1..T the best result of M bases, of any encoder and of balanced bases."""
-    found, values = [], gram.values.tolist()
-    total = sum(values) or 1.0  # without any energy all of it is retained
-    for count, following in enumerate([*values[1:], 0.0], 1):
-        bound = math.fsum(values[count:])  # Eq. 6
-        _, balanced = completion(gram, count, np.ones(len(values)))
-        found.append(
-            {
-                "num_bases": count,
-                "retained_energy": 1.0 - bound / total,
-                "balanced_energy": 1.0 - balanced / total,
-                "spectral_bound": bound,
-                "next_eigenvalue": following,
-            }
-        )
+    """For each M = 1..T the energy that M bases retain at best, of any encoder and balanced."""
+    values = gram.values.tolist()
+    found, total = [], sum(values) or 1.0  # without any energy all of it is retained
+    for count in range(1, len(values) + 1):
+        best = 1.0 - math.fsum(values[count:]) / total  # Eq. 6
+        even = 1.0 - completion(gram, count, np.ones(len(values)))[1] / total
+        found.append({"num_bases": count, "retained_energy": best, "balanced_energy": even})
     return found

@@ -44,14 +44,14 @@ class Bases:
         sources: The vectors as named tensors: M bases, and PCA's mean as the last. A tensor that
             they lack stays the base's. Those of an adapter are its factors until `check_base`.
         path: The store's folder.
-        temporary: Whether the folder goes with the bases.
+        temporary: That folder, if it goes with the bases.
     """
 
     facts: StoreFacts
     tensors: Mapping[str, Tensor]
     sources: list[Weights]
     path: Path
-    temporary: bool = False
+    temporary: object = None
 
     @property
     def tasks(self) -> list[str]:
@@ -171,8 +171,7 @@ class Bases:
         for place, vector in enumerate(self.facts.vectors):
             if vector.codec != "dense":
                 self.sources[place] = open_vector(self.path, vector, base)
-                if self.temporary:  # the folder stays as long as one of them
-                    vars(self.sources[place])["bases"] = self
+                vars(self.sources[place])["temporary"] = self.temporary
             if vector.codec != "adapter":  # which has the base's names
                 for name, of in second.items():
                     lend(self.sources[place], name, str(of))

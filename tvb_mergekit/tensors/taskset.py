@@ -46,7 +46,6 @@ class TaskSet:
     tied: dict[str, str] = field(default_factory=dict)  # tensor of the base -> the one that counts
     sums: GramSums | None = None  # the unweighted Gram matrix, if it is known
     unchanged: int = 0  # elements of tensors that no adapter changes: zeros of each task vector
-    folder: Path | None = None  # of the base's config.json and tokenizer
     varying: Mapping[str, Any] = field(default_factory=dict)  # keys as the recipe has them
     dtype: str | None = None  # of the recipe's output
 
