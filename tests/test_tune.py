@@ -182,10 +182,11 @@ def changed(model: Any) -> Any:
 
 @pytest.mark.parametrize("change", [torch.nn.Sequential, changed])  # other names, other weights
 def test_a_model_that_cannot_move(change, world, tmp_path, caplog):
-    """A line that does not lead through the loaded weights is not used."""
+    """A line that does not lead through the loaded weights is not used, but the loaded point is."""
     path = write(prepared("sum", world), tmp_path / "recipe")
     load = mock.Mock(side_effect=lambda place: SimpleNamespace(model=change(loaded(place).model)))
-    line.moving_model(line.read_tuning(str(path), Options()), tmp_path / "work", load)(0.4)
+    at = line.moving_model(line.read_tuning(str(path), Options()), tmp_path / "work", load)
+    assert at(line.BEGIN) is not at(0.4)
     assert "each point is merged to disk and loaded" in caplog.text and load.call_count == 2
 
 

@@ -124,7 +124,7 @@ def moving_model(tuning: Tuning, work: Path, load: Callable[[Path], Any]) -> Cal
                 check_output(name, value, value.dtype)
                 yield name, place, value
 
-    lm = merged(BEGIN)
+    lm, loaded = merged(BEGIN), BEGIN
     # transformers stacks the experts of some models, and accelerate offloads what is on `meta`
     state = {n: t for n, t in lm.model.state_dict().items() if t.is_contiguous() and not t.is_meta}
     fits = [n for n, item in items.items() if n in state and state[n].shape == item.shape]
@@ -136,10 +136,10 @@ def moving_model(tuning: Tuning, work: Path, load: Callable[[Path], Any]) -> Cal
         live = {}
 
     def at(point: float) -> Any:
-        nonlocal lm
-        if not live:
+        nonlocal lm, loaded
+        if not live and point != loaded:
             lm = None  # before the next one is loaded
-            lm = merged(point)
+            lm, loaded = merged(point), point
         for _, place, value in values(point):
             place.copy_(value)
         return lm
