@@ -369,7 +369,7 @@ PUBLISHED: dict[str, Mapping[str, float] | str] = {
     METHOD + "slices: [{sources: [{model: ./a, layer_range: [0, 3]}]}]":
         "`slices[0].sources` does not list the base model ./base: each slice must",
     METHOD + "modules: {text_decoder: {models: [{model: ./a}, {model: ./b}]}}":
-        "`modules`: the models have no text_decoder",
+        "`modules` are text_decoder, but a whole model has ",
     TA.replace("base_model: ./base\n", ""):
         "`base_model` is missing: basis_ta needs the models' common base",
     two("parameters: {weight: 0.0}", ""): "`weight` is 0.0: Input should be",
@@ -390,6 +390,7 @@ PUBLISHED: dict[str, Mapping[str, float] | str] = {
     given("exclude: [embed, lm_head]"): "`embed|lm_head`",
     TA + "pad_to_multiple_of: 64": "put it in `tokenizer`",
     TA + "chat_template: chatlm": "chatlm",
+    TA + "tokenizer_source: bse": "`tokenizer_source` is bse (did you mean `base`?)",
     TA.replace("models:", "modells:"): "did you mean `models`?",
     TA + "allow_crimes: true": "unknown key `allow_crimes`",
     TA + "---\nname: two\nmerge_method: ties": "mergekit-multi runs several",
@@ -464,7 +465,20 @@ def test_one_module_of_three(tmp_path: Path) -> None:
     document = recipe("basis_ta", base, models)
     document["modules"] = {"text_decoder": {"models": document.pop("models")}}
     said = merge(document, tmp_path / "out", fails=True).output
-    assert "without multi_modal_projector, vision_tower" in said
+    assert "`modules` are text_decoder, but a whole model has " in said
+
+
+def test_patterns_that_no_tensor_depends_on(tmp_path: Path, caplog) -> None:
+    base, models = family(tmp_path, llama, TASKS)
+    listed = [{"filter": "mlpp", "value": 1}, {"value": 0.3}, {"filter": "norm", "value": 0}]
+    keys = {"lambda": listed, "exclude": "vision"}
+    merge(recipe("basis_ta", base, models, **keys), tmp_path / "out")
+    excluded, misspelt, late = caplog.messages
+    assert "`exclude`: no tensor of this merge depends on 'vision'; their names ha" in excluded
+    assert "mlp, down_proj" in excluded and "'mlpp' (did you mean `mlp`?)" in misspelt
+    assert "`lambda`" in late and "'norm': an earlier entry decides" in late
+    with pytest.warns(UserWarning, match="depends on 'vision'"):
+        tvb_mergekit.build(base, {"a": models[0]}, exclude="vision")
 
 
 def test_gradients_over_tensors_that_a_definition_lacks(tmp_path: Path) -> None:

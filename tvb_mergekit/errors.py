@@ -113,11 +113,10 @@ def unwinding() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def check_names(*paths: str | os.PathLike[str]) -> None:
+def check_path(path: str | os.PathLike[str]) -> None:
     """Raise UserError if a path is empty: it would stand for the current folder."""
-    for path in paths:
-        if not os.fspath(path):
-            raise UserError("the path '' is empty (an unset variable?); name a file or a folder")
+    if not os.fspath(path):
+        raise UserError("the path '' is empty (an unset variable?); name a file or a folder")
 
 
 def one_line(error: BaseException) -> str:
@@ -155,6 +154,14 @@ def check_known(name: str, known: Collection[str], what: str) -> None:
     """Raise UserError with the nearest known name unless `name` is known."""
     if name not in known:
         raise UserError(f"{what}{hint(name, known) or f': expected one of {listed([*known], 9)}'}")
+
+
+def idle(key: str, word: str, names: Sequence[str]) -> str:
+    """A complaint about a pattern under a key that no tensor depends on."""
+    parts = dict.fromkeys(part for name in names for part in name.split(".") if not part.isdigit())
+    why = hint(word, parts) or f"; their names have {listed([*parts], 20)}"
+    why = ": an earlier entry decides" if any(word in name for name in names) else why
+    return f"`{key}`: no tensor of this merge depends on {word!r}{why}"
 
 
 def read_described(path: Path, kind: type[Described], what: str) -> Described:

@@ -29,13 +29,8 @@ METADATA: dict[str, dict[str, Any]] = {
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "tvb-mergekit",
     "text.parse_math": False,  # names may hold dollars
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "legend.frameon": False,
-    "figure.constrained_layout.h_pad": 0.08,
-    "figure.constrained_layout.w_pad": 0.08,
 }
 
 
@@ -53,9 +48,7 @@ def rendered(make: Callable[[], Figure], kind: str) -> bytes:
         # boxes replace scripts that the font lacks; the tables have the text
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         buffer = io.BytesIO()
-        # heat maps are bitmaps in the vector formats too: finer, for print
-        dpi = 150 if kind == "png" else 300
-        make().savefig(buffer, format=kind, dpi=dpi, metadata=METADATA[kind])
+        make().savefig(buffer, format=kind, dpi=200, metadata=METADATA[kind])
     return buffer.getvalue()
 
 

@@ -144,11 +144,11 @@ def import_mergekit() -> None:
     importlib.import_module("tvb_mergekit.plugin.inputs")
 
 
-def model_options(values: dict[str, Any], **more: Any) -> Options:
+def model_options(values: dict[str, Any], quiet: bool = True, **more: Any) -> Options:
     """The options of MODELS, removed from `values`, and `more` of mergekit's."""
     from tvb_mergekit.plugin.inputs import Options
 
-    return Options(**{name: values.pop(name) for name in MODELS if name in values}, **more)
+    return Options(quiet=quiet, **{n: values.pop(n) for n in MODELS if n in values}, **more)
 
 
 def device_of(name: str) -> torch.device:

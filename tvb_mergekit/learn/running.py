@@ -41,7 +41,7 @@ def learn(request: Request) -> None:
     if request.document.config.slices and method not in ("fisher", "regmean"):
         raise UserError(f"{method} learns on the base's layers: list `models`, not `slices`")
     begins = method in ("adamerging", "wemoe")  # at the recipe's merge
-    unused = [key for key in request.document.varying if key != "lambda" or not begins]
+    unused = [key for key in request.document.recipe.varying if key != "lambda" or not begins]
     if unused and recipe.bases is None:  # a store's own recipes have some
         LOG.warning("%s does not use the recipe's `%s`", method, listed(unused))
     check_output_folder(request.out)

@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 import tvb_mergekit_hook
-from tvb_mergekit.errors import UserError, check_names, hint, one_line, refusing, unwinding
+from tvb_mergekit.errors import UserError, check_path, hint, one_line, refusing, unwinding
 from tvb_mergekit.store import is_store
 
 MOST = 1_000_000  # values in a recipe: a few lines of nested aliases may stand for billions
@@ -187,7 +187,7 @@ def _callback(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _, documents = parse(path)
         if ours := are_ours(path, documents) and ready():
             gc.set_threshold(50_000)  # else the libraries' million objects are searched again
-            check_names(kwargs.get("out_path") or path)
+            check_path(kwargs.get("out_path") or path)
             from tvb_mergekit.plugin.document import check_documents
 
             check_documents(path, documents, several="intermediate_dir" in kwargs)
@@ -218,15 +218,14 @@ def store_of(model: object) -> tuple[str, str] | None:
 
 
 def methods_in(documents: Sequence[Any]) -> list[str]:
-    """The merge methods that YAML documents, or the first recipes in them, name."""
-    parts = [d[0] if isinstance(d, list) and d else d for d in documents]
-    methods = [part.get("merge_method") for part in parts if isinstance(part, dict)]
+    """The merge methods that YAML documents name."""
+    methods = [each.get("merge_method") for each in documents if isinstance(each, dict)]
     return [method for method in methods if isinstance(method, str)]
 
 
 def are_ours(path: str, documents: Sequence[Any]) -> bool:
     """Whether a document asks for one of our methods. Raise UserError if nobody knows a method."""
-    if not any(isinstance(each, dict | list) for each in documents):
+    if not any(isinstance(each, dict) for each in documents):
         raise UserError(f"{path}: no recipe, expected a mapping with `merge_method`")
     named = methods_in(documents)
     known = importlib.import_module("mergekit.merge_methods.registry")._METHODS

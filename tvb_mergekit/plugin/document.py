@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
 from mergekit.config import MergeConfiguration
 from mergekit.tokenizer.config import TokenizerConfig
 
-from tvb_mergekit.core.settings import ALL_KEYS, METHODS, MODEL_KEYS, VARYING_KEYS, unknown_key
+from tvb_mergekit.core.settings import ALL_KEYS, METHODS, MODEL_KEYS, unknown_key
 from tvb_mergekit.errors import UserError, refusing
 from tvb_mergekit.plugin import parse, single, store_of, unknown_method
 from tvb_mergekit.plugin.recipe import Recipe, expand, read_recipe
@@ -76,7 +76,6 @@ class Document:
     recipe: Recipe
     text: str  # for the output folder
     given: MergeConfiguration  # with stores as they are listed
-    varying: dict[str, Any] = field(default_factory=dict)
 
 
 def read_document(path: str | os.PathLike[str]) -> Document:
@@ -92,12 +91,9 @@ def read_document(path: str | os.PathLike[str]) -> Document:
 def from_mapping(document: Mapping[str, Any], text: str | None = None) -> Document:
     """A recipe given as plain objects, and as text if there is one; see `read_document`."""
     with refusing(planning=True):
-        document = with_paths(document)
-        config = read_strictly(document)
-        parameters = document.get("parameters") or {}
-        varying = {key: parameters[key] for key in VARYING_KEYS if key in parameters}
+        config = read_strictly(document := with_paths(document))
         text = text or yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True)
-        return replace(document_of(config, text), varying=varying)
+        return document_of(config, text)
 
 
 def with_paths(part: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from mergekit.options import MergeOptions
@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tvb_mergekit.core.gram import NO_TENSOR
-from tvb_mergekit.core.settings import VARYING_KEYS
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import Plan
@@ -24,11 +23,7 @@ from tvb_mergekit.tensors.merging import build_basis, merged_factors
 from tvb_mergekit.tensors.output import check_output_folder, staged
 from tvb_mergekit.tensors.taskset import TaskSet
 
-
-class Options(MergeOptions):
-    """The command's options for opening models."""
-
-    quiet: bool = True
+Options: TypeAlias = MergeOptions  # under the plugin's own name, for layers that know no mergekit
 
 
 def read_inputs(document: Document, options: Options, names: Sequence[str] = ()) -> TaskSet:
@@ -56,12 +51,9 @@ def check_for_store(document: Document, what: str = "a store") -> None:
     if config.slices or any(module.slices for module in (config.modules or {}).values()):
         raise UserError(f"`slices`: {what} has the base's layers; list the models under `models`")
     for name, module in (config.modules or {}).items():
-        varying = sorted(set(VARYING_KEYS) & set(module.parameters or {}))
-        if varying:
-            raise UserError(
-                f"`parameters` of `modules`: {what} has no `{varying[0]}` of {name} alone; give it "
-                "at the top"
-            )
+        if module.parameters:
+            told = f"`parameters` under `modules.{name}`: {what} has none of a module alone"
+            raise UserError(f"{told}; give them at the top")
     source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
     if source not in (None, "base"):
         raise UserError(f"`tokenizer_source` is {source}: {what} needs `tokenizer_source: base`")
@@ -93,7 +85,8 @@ def tasks_for_store(document: Document, plan: Plan) -> TaskSet:
             )
         base = item.base if any(part.holds == "weight" for part in item.inputs) else None
         items.append(replace(item, name=name, counted_as=name, base=base))
-    return replace(plan.tasks, items=items, varying=document.varying)
+    varying = {key: settings[0] for key, settings in document.recipe.varying.items()}
+    return replace(plan.tasks, items=items, varying=varying)
 
 
 def merge_to_adapter(

@@ -28,7 +28,6 @@ from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint
 from tvb_mergekit.tensors.merging import check_matrices
 from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, Weights
 from tvb_mergekit.tensors.taskset import (
-    EXCLUDED,
     UNCHANGED,
     TaskSet,
     check_most,
@@ -244,12 +243,9 @@ class Plan:
         recipe, tensors, bases = self.recipe, self.tensors, self.recipe.bases
         sources = [tensors.checkpoints[model] for model in recipe.models]
         counted = [item for item in self.tensors.items if item.counted_as == item.name]
-        exclude, left_out = recipe.settings.exclude, tensors.left_out
-        if exclude and EXCLUDED not in left_out.values():
-            LOG.warning("`exclude: %s` matches no tensor of this merge", exclude)
         names = str(recipe.base), [recipe.shown(model) for model in recipe.models]
         given = recipe.settings, recipe.tasks, recipe.weights, counted, self.base, *names, sources
-        tasks = TaskSet(*given, left_out, tensors.same_as, dtype=tensors.out_dtype)
+        tasks = TaskSet(*given, tensors.left_out, tensors.same_as, dtype=tensors.out_dtype)
         tasks.unchanged = sum(tensors.unchanged.values())
         if bases is not None and not tensors.changed:
             # The store knows G where the same tensors count.

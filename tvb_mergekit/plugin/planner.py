@@ -26,7 +26,7 @@ from mergekit.merge import _model_out_config
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 
-from tvb_mergekit.errors import UserError, listed, one_line, refusing
+from tvb_mergekit.errors import UserError, hint, one_line, refusing
 from tvb_mergekit.hub import may_be_on_the_hub, snapshot
 from tvb_mergekit.names import LAYER, tied_uses
 from tvb_mergekit.plugin.document import Document
@@ -39,7 +39,7 @@ from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, Checkpoint, tie
 from tvb_mergekit.tensors.merging import settings_over
 from tvb_mergekit.tensors.stream import Engine, Weights, device_of
-from tvb_mergekit.tensors.taskset import ALIKE, check_words, doubts
+from tvb_mergekit.tensors.taskset import ALIKE, EXCLUDED, check_words, doubts
 
 LOG = logging.getLogger(__name__)
 # mergekit's definition of an architecture without any tensor: all are planned by name.
@@ -92,6 +92,7 @@ def _plan(document: Document, options: MergeOptions, zeros: Collection[str]) -> 
             weights.check_claimed()
     models, names = [*held.values()], [i.name for i in tensors.items if i.tunables is not None]
     told = doubts(models, recipe.tasks, options.trust_remote_code)
+    told += recipe.idle_patterns(names, EXCLUDED in tensors.left_out.values())
     for line in told if tokenizer else told + check_words(models, recipe.tasks, names):
         LOG.warning("%s", line)
     own = planner.arch_info, planner.out_model_config
@@ -197,11 +198,9 @@ def planned_by_mergekit(
                 f"`architectures` in config.json of {told}, or --allow-crimes"
             ) from error
         raise
-    if unknown := sorted(set(config.modules or ()) - set(architecture.modules)):
-        known = listed([*architecture.modules])
-        raise UserError(f"`modules`: the models have no {listed(unknown)}; they have {known}")
-    if config.modules and (lacking := sorted(set(architecture.modules) - set(config.modules))):
-        raise UserError(f"`modules`: without {listed(lacking)} the merge is not a whole model")
+    if config.modules and config.modules.keys() != architecture.modules.keys():
+        given, known = ", ".join(config.modules), ", ".join(architecture.modules)
+        raise UserError(f"`modules` are {given}, but a whole model has {known}: list these")
     sliced = config.slices or any(each.slices for each in (config.modules or {}).values())
     out = _model_out_config(config, architecture, trust_remote_code=options.trust_remote_code)
     if config.slices:
@@ -359,6 +358,9 @@ def check_tokenizer_source(config: MergeConfiguration) -> None:
     models = config.referenced_models() if source == "union" else [source] if source else []
     for model in [config.base_model if model == "base" else model for model in models]:
         path = model.model.path
+        listed_or_there = model in config.referenced_models() or os.path.isdir(path)
+        if path.isalpha() and not listed_or_there and (near := hint(path, ("base", "union"))):
+            raise UserError(f"`tokenizer_source` is {source}{near}: no model here, and no folder")
         if os.path.isdir(path) and not _has_tokenizer(path):
             raise UserError(
                 f"`tokenizer_source` is {source}: model {path} has no tokenizer files "

@@ -39,7 +39,7 @@ from tvb_mergekit.core.settings import (
     shown,
     unknown_key,
 )
-from tvb_mergekit.errors import MergeRefused, UserError, hint
+from tvb_mergekit.errors import MergeRefused, UserError, hint, idle
 from tvb_mergekit.hub import local
 from tvb_mergekit.plugin import store_of
 from tvb_mergekit.store.store import Bases, load
@@ -61,6 +61,7 @@ class Recipe:
         tasks: Names of the models: their tasks, or the folders of a store's bases.
         bases: The store whose vectors the models are; None for fine-tuned models.
         order: The store's vector that each model is.
+        varying: Key that may vary -> its settings in the recipe, its slices and modules.
     """
 
     settings: Settings
@@ -68,6 +69,7 @@ class Recipe:
     models: tuple[ModelReference, ...]
     tasks: tuple[str, ...]
     weights: tuple[float, ...]
+    varying: Mapping[str, Sequence[Any]]
     bases: Bases | None = None
     order: tuple[int, ...] = ()
 
@@ -83,6 +85,21 @@ class Recipe:
     @property
     def every(self) -> tuple[ModelReference, ...]:
         return self.base, *self.models
+
+    def idle_patterns(self, names: Sequence[str], excluded: bool) -> list[str]:
+        """A line about each filter that decides about none of these tensors, which take part, and
+        about `exclude` if nothing is excluded. As in mergekit, the first filter in a name decides.
+        """
+        word = self.settings.exclude
+        told = [idle("exclude", word, names)] if word and not excluded else []
+        for key, setting in ((k, each) for k, every in self.varying.items() for each in every):
+            left = set(names)
+            for entry in setting if isinstance(setting, list) else [setting]:
+                word = entry.get("filter") if isinstance(entry, Mapping) else None
+                decided = {name for name in left if word in (None, "*") or word in name}
+                told += [idle(key, word, names)] if word and not decided else []
+                left -= decided
+        return told
 
 
 def read_recipe(config: MergeConfiguration, bases: Bases | None = None) -> Recipe:
@@ -104,13 +121,14 @@ def read_recipe(config: MergeConfiguration, bases: Bases | None = None) -> Recip
     base, sections = config.base_model, list(_sections(config))
     models = _models(sections, base)
     given, own = _values(sections, base)
+    varying = {key: given[key] for key in VARYING_KEYS if key in given}
     if bases is not None:
-        return _over_store(bases, config.merge_method, base, models, given, own)
+        return _over_store(bases, config.merge_method, base, models, given, own, varying)
     weights = tuple(float(own.get((model, "weight"), 1.0)) for model in models)
     tasks = tuple(own.get((model, "task")) or default_task_name(model) for model in models)
     check_tasks(tasks, [str(model) for model in models])
     settings = resolve_settings(config.merge_method, given, tasks)
-    return Recipe(settings, base, models, tasks, weights)
+    return Recipe(settings, base, models, tasks, weights, varying)
 
 
 def _over_store(
@@ -120,6 +138,7 @@ def _over_store(
     models: tuple[ModelReference, ...],
     given: Mapping[str, Any],
     own: Mapping[tuple[ModelReference, str], Any],
+    varying: Mapping[str, Sequence[Any]],
 ) -> Recipe:
     """The recipe over task vectors of a store, or over all its bases."""
     known = [vector.name for vector in bases.facts.vectors]
@@ -144,7 +163,7 @@ def _over_store(
         float(own.get((model, "weight"), 1.0)) * float(bases.scales[place])
         for model, place in zip(models, order, strict=True)
     )
-    return Recipe(settings, base, models, names, scaled, bases, order)
+    return Recipe(settings, base, models, names, scaled, varying, bases, order)
 
 
 def default_task_name(model: ModelReference) -> str:
@@ -214,7 +233,7 @@ def _values(
     own: dict[tuple[ModelReference, str], Any] = {}
     for place, part in sections:
         model, where = getattr(part, "model", None), f"{place}parameters"
-        for key, setting in (part.model_dump().get("parameters") or {}).items():
+        for key, setting in (part.model_dump(exclude_unset=True).get("parameters") or {}).items():
             elsewhere = key in GLOBAL_KEYS and place  # also a model's
             if elsewhere or (model is not None and key in VARYING_KEYS):
                 raise UserError(f"`{key}` under `{where}` belongs to the recipe's `parameters`")
@@ -240,10 +259,6 @@ def _one_value(key: str, setting: Any, where: str) -> Any:
     """The plain value of a setting, which may not be a filter or a layer gradient."""
     if key not in GLOBAL_KEYS and key not in MODEL_KEYS:
         return setting
-    if isinstance(setting, list) and len(setting) == 1:
-        setting = setting[0]
-    if isinstance(setting, Mapping) and setting.get("filter") in (None, "*"):
-        setting = setting.get("value")
     if isinstance(setting, list | Mapping):
         remedy = "no filter and no layer gradient (`lambda` may have them)"
         if isinstance(setting, list) and all(isinstance(each, str) for each in setting):

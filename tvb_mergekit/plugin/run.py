@@ -143,10 +143,8 @@ def say(plan: Plan, facts: Facts, out: str) -> None:
     """Print the summary of a complete merge."""
     if not plan.options.quiet:
         try:
-            text = "\n".join(report.summary(facts, os.path.realpath(out)))
-            encoding = sys.stdout.encoding or "utf-8"
-            click.echo(text.encode(encoding, "backslashreplace").decode(encoding))
-        except Exception as error:  # a closed pipe
+            click.echo("\n".join(report.summary(facts, os.path.realpath(out))))
+        except Exception as error:  # a closed pipe, a terminal without the letters of a name
             LOG.warning("the merge is complete, but its summary cannot be printed: %s", error)
 
 

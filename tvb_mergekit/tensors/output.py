@@ -23,7 +23,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from tvb_mergekit.errors import UserError, check_names, listed, megabytes
+from tvb_mergekit.errors import UserError, check_path, listed, megabytes
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import NAMES, OwnFile
 from tvb_mergekit.tensors.stream import Item, Sink
@@ -39,7 +39,7 @@ def check_output_folder(out: str | os.PathLike[str]) -> None:
 
     Loaders would mix old shards with new ones, and a user's files would be lost.
     """
-    check_names(out)
+    check_path(out)
     place = _existing(out)
     if not place.is_dir() or not os.access(place, os.W_OK):
         why = "not writable" if place.is_dir() else "a file"

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from tvb_mergekit.core.gram import NO_TENSOR, GramSums
 from tvb_mergekit.core.settings import Settings
-from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.errors import UserError, idle, listed
 from tvb_mergekit.names import OF_FUNCTION, renamed, tied_uses
 from tvb_mergekit.tensors.adapter import GATHER, Adapter
 from tvb_mergekit.tensors.checkpoint import SAME, tie
@@ -146,8 +146,7 @@ def match(
     counted: dict[tuple[str, ...], str] = {}  # first names in base and models -> the name here
     for name, info in base.tensors.items():
         parts = [Part.of(each, name) if name in each.tensors else None for each in sources]
-        base_part = Part.of(base, name)
-        if reason := why_left_out(name, settings, tasks, base_part, parts):
+        if reason := why_left_out(name, settings, tasks, Part.of(base, name), parts):
             made.left_out[name] = reason
             continue
         firsts = tuple(weights.canonical(name) for weights in (base, *sources))
@@ -155,11 +154,12 @@ def match(
             made.left_out[name] = f"{SAME} {first}: counted once"
             made.tied[name] = first
             continue
-        items.append(Item(name, info.shape, base_part, tuple(filter(None, parts))))
+        items.append(Item(name, info.shape, Part.of(base, name), tuple(filter(None, parts))))
     if not items:
         raise UserError(NO_TENSOR)
-    notes += doubts((base, *sources), tasks)
-    notes += check_words((base, *sources), tasks, made.names)
+    if settings.exclude and EXCLUDED not in made.left_out.values():
+        notes.append(idle("exclude", settings.exclude, made.names))
+    notes += doubts((base, *sources), tasks) + check_words((base, *sources), tasks, made.names)
     return made, notes
 
 
