@@ -79,6 +79,12 @@ def test_other_installations(kind: str, environment: Any, tmp_path: Path) -> Non
         words = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path / "made"]
         subprocess.run(words, cwd=ROOT, check=True)
         what = [str(archive) for archive in (tmp_path / "made").iterdir()]
+        shutil.unpack_archive(what[0], tmp_path)
+        (pages,) = [
+            [folder / "README.md", *folder.glob("docs/*")] for folder in tmp_path.glob("tvb*")
+        ]
+        links = [(p, at) for p in pages for at in re.findall(r"\]\(([^):#]+)[#)]", p.read_text())]
+        assert [link for link in links if not (link[0].parent / link[1]).exists()] == []
     before = venv.files()
     venv.pip("install", "--no-deps", "--no-compile", "--no-build-isolation", *what)
     code = "from mergekit.merge_methods import get; import tvb_mergekit as t; get('basis_ta')"
