@@ -242,7 +242,7 @@ def test_undo_swaps_two_states(here: Path) -> None:
     held = contents(here / "grown")
     assert "3 task vectors" in tvb("undo", "grown").stdout
     assert tvb_mergekit.load("grown").tasks == [*"abc"]
-    assert "3 bases of 4 task vectors" in tvb("undo", "grown").stdout
+    assert "3 balanced basis vectors of 4 task vectors" in tvb("undo", "grown").stdout
     assert contents(here / "grown") == held
     tvb("undo", "grown")
     tvb("add", "grown", "e", "--task", "e", "--quiet")  # what was undone is gone

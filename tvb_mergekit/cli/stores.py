@@ -15,7 +15,7 @@ from click import argument, option
 
 from tvb_mergekit.cli import options as cli
 from tvb_mergekit.cli.options import MODELS, PLACE, command, flag
-from tvb_mergekit.errors import UserError, counted
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.tensors import ranks
 
 if TYPE_CHECKING:
@@ -213,10 +213,10 @@ def remove(store: str, task: str) -> None:
 def _tell(bases: Bases) -> None:
     """Print vectors, bytes and errors of a store after a change, and how to get tasks back."""
     from tvb_mergekit.cli.inspect import forms, size_line
+    from tvb_mergekit.store.report import vectors
 
-    held = counted(len(bases.tasks), "task vector")
-    held = held if bases.whole else f"{counted(bases.num_bases, 'basis')} of {held}"
-    click.echo(f"{bases.path}: {held} ({forms(bases.facts)}), {size_line(bases.facts)}")
+    held = f"{vectors(bases.facts)} ({forms(bases.facts)})"
+    click.echo(f"{bases.path}: {held}, {size_line(bases.facts)}")
     if {vector.codec for vector in bases.facts.vectors} == {"lossless"}:
         click.echo("Every bit comes back: you may delete the models, but not the base.")
     elif known := [(e, task) for task, e in bases.facts.errors.items() if e is not None]:
@@ -297,5 +297,5 @@ def export(store: str, out: str, base: str | None, task: str | None, **values: A
         raise UserError("give one of --task NAME and --all")
     engine, bases = cli.engine_of(values), load(store)
     tasks, weights = [task] if task else bases.tasks, base_of(bases, base)
-    write(bases, weights, tasks, out, engine, every=every, warn=logging.warning)
+    write(bases, weights, tasks, out, every, engine)
     click.echo(f"Written to {out}")

@@ -201,10 +201,7 @@ def _plain(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _inputs(
-    base: Model,
-    models: Mapping[str, Model],
-    weights: Mapping[str, float],
-    settings: Mapping[str, Any],
+    base: Model, models: Mapping[str, Model], weights: Mapping[str, float], settings: dict[str, Any]
 ) -> TaskSet:
     """The models as a task set. Warn of tensors that are left out of it."""
     found, tasks, given = open_model(base), list(models), _plain(settings)

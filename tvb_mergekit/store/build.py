@@ -213,7 +213,7 @@ def described(
     inputs: TaskSet, basis: Basis, vectors: Sequence[Vector], squares: Sequence[float]
 ) -> dict[str, Any]:
     """The keys of `store.json` of a new store; `squares`: the squared error of each code."""
-    merged, kind, count = facts(inputs, basis, {}), basis.settings.basis, basis.num_bases
+    merged, kind, count = facts(inputs, basis, {}, None), basis.settings.basis, basis.num_bases
     base, path = inputs.base, inputs.base_model
     lent = base.tensors.keys() - {*base.in_file, *inputs.tied}
     made: dict[str, Any] = {

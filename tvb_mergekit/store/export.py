@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import filecmp
 import json
-import os
+import logging
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +41,7 @@ from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
 
+LOG = logging.getLogger(__name__)
 LOSSY = 0.3  # relative error of a reconstructed task beyond which an export warns
 REST = "rest.safetensors"
 # Files of a model beside its weights: the last are modules of sentence-transformers
@@ -96,29 +97,19 @@ def combine(items: Sequence[Item], column: Tensor, sink: Sink, engine: Engine = 
 
 
 def export(
-    bases: Bases,
-    base: Weights,
-    tasks: Sequence[str],
-    out: str | os.PathLike[str],
-    engine: Engine = Engine(),
-    *,
-    every: bool = False,
-    warn: Callable[[str], object] = lambda line: None,
+    bases: Bases, base: Weights, tasks: Sequence[str], out: str, every: bool, engine: Engine
 ) -> None:
     """Write the model of a task, theta_0 + tau_hat without its weight, as a Hugging Face model.
 
-    Models of a lossless store are written as they were, others with the base's config.json and
-    tokenizer.
-
-    Args:
-        every: write several, each into a folder of its own below `out`.
-        warn: called with a line about each task whose reconstruction is far from it.
+    If `every`, write several, each into a folder of its own below `out`. Models of a lossless store
+    are written as they were, others with the base's configuration and tokenizer. Warn of each task
+    whose reconstruction is far from it.
     """
     columns = [task_column(bases, task) for task in tasks]
     check_output_folder(out)
     check_disk(out, len(tasks) * sum(info.nbytes for info in base.tensors.values()))
     for line in filter(None, (lost_of(bases, task) for task in tasks)):
-        warn(line)
+        LOG.warning("%s", line)
     with staged(out) as folder:
         for task, column, slug in zip(tasks, columns, slugs(tasks), strict=True):
             place, exact = folder / slug if every else folder, original(bases, task, base)
@@ -169,12 +160,7 @@ def companions(folder: Path | None) -> dict[str, Path]:
 
 
 def write_original(
-    store: Path,
-    place: str,
-    inputs: TaskSet,
-    number: int,
-    held: Iterable[StoredFile],
-    engine: Engine,
+    store: Path, place: str, inputs: TaskSet, number: int, held: list[StoredFile], engine: Engine
 ) -> dict[str, Any]:
     """Write what the vector of a model lacks into the folder `place`; returns keys of `Vector`.
 

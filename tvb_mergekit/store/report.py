@@ -19,15 +19,7 @@ from tvb_mergekit.core.encoders.balanced import completion
 from tvb_mergekit.core.gram import Encoding, Gram
 from tvb_mergekit.core.settings import MERGING_KEYS, VARYING_KEYS
 from tvb_mergekit.errors import counted, listed
-from tvb_mergekit.store.facts import (
-    FACTS,
-    FOLDER,
-    TENSORS,
-    Facts,
-    StoreFacts,
-    write_facts,
-    write_tensors,
-)
+from tvb_mergekit.store.facts import Facts, StoreFacts, write_merge
 from tvb_mergekit.tensors.taskset import TaskSet
 
 PACKAGES = ("tvb-mergekit", "mergekit", "torch", "transformers", "safetensors")
@@ -41,10 +33,7 @@ CITATION = (
 
 
 def facts(
-    tasks: TaskSet,
-    basis: Combination,
-    tunables: Mapping[str, set[float]],
-    built: StoreFacts | None = None,
+    tasks: TaskSet, basis: Combination, tunables: Mapping[str, set[float]], built: StoreFacts | None
 ) -> Facts:
     """All of a merge's `basis.json`; null if a number is undefined.
 
@@ -111,9 +100,7 @@ def tensors_of(basis: Combination) -> dict[str, Tensor]:
 
 def write_report(model: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
     """Write both files into the folder of a merged model, and our section into its model card."""
-    (model / FOLDER).mkdir()
-    write_tensors(model / FOLDER / TENSORS, tensors, {"format": "pt"})
-    write_facts(model / FOLDER / FACTS, facts)
+    write_merge(model, facts, tensors)
     if (card := model / "README.md").exists():
         said = section(f"{OURS} merged {vectors(facts)} by `{facts.method}`.", facts)
         text = card.read_text(encoding="utf-8").rstrip()
