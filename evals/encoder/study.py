@@ -30,8 +30,8 @@ from real import cells, tables
 from real.cells import Cell, Record, Scores
 from real.forgetting import forget
 from real.merges import MERGES, direction, searched
-from real.model import cut
-from real.routed import attached, best
+from real.model import Example, bucketed, cut
+from real.routed import attached, best, scored
 from real.run import Run, Weights, difference, keys_of, norm, weights_of
 from real.tasks import Item, read
 from safetensors.torch import load_file, save_file
@@ -116,26 +116,19 @@ class Encoder(Run):
             found[task] = right.tolist()
         return found
 
-    def text_loss(self, weights: Mapping[str, Tensor]) -> float:
-        """Nothing: an encoder does not write."""
-        return 0.0
-
     def train(self, task: str) -> None:
         """Train a specialist and its head; its folder gets its name when it is complete."""
         torch.manual_seed(zlib.crc32(f"{self.seed}/{task}".encode()))
         rng = random.Random(f"{self.seed}/{task}")
         ids, labels = self.encoded(task, rng.sample(self.items(task, "train"), EXAMPLES[task]))
-        batches: list[list[int]] = []  # of similar lengths, in random order among sixteen
-        for window in cut(range(len(ids)), 16 * BATCH):
-            near = cut(sorted(window, key=lambda k: len(ids[k])), BATCH)
-            batches += rng.sample(near, len(near))
+        batches = bucketed([Example(each, k) for k, each in enumerate(ids)], BATCH, rng)
         self.put(self.base)
         model: Any = self.model.train()
         head = torch.nn.Linear(model.config.hidden_size, int(labels.max()) + 1)
         groups = [{"params": [*part.parameters()]} for part in (model, head)]
         optimizer = torch.optim.AdamW(groups, weight_decay=0, fused=True)
         warm = max(1, len(batches) // 10)
-        for step, places in enumerate(batches, 1):
+        for step, places in enumerate(([each.start for each in b] for b in batches), 1):
             share = min(step / warm, (len(batches) - step + 1) / (len(batches) - warm))
             for group, rate in zip(optimizer.param_groups, (RATE, HEAD_RATE), strict=True):
                 group["lr"] = rate * share
@@ -172,7 +165,7 @@ def measure(run: Encoder, cell: Cell) -> dict[str, Any]:
             live = attached(run, Path(folder) / "store")
             live.route()
             texts = {t: run.encoded(t, run.items(t, "test")[:TESTED])[0] for t in TASKS}
-            right = {t: [float(best(live, ids)[0] == t) for ids in texts[t]] for t in TASKS}
+            right = {t: [float(best(scored(live, ids)) == t) for ids in texts[t]] for t in TASKS}
             live.reset()
             return {"items": right}
     if cell["kind"] == "forget":

@@ -29,7 +29,7 @@ def forget(run: Run, cell: Cell) -> dict[str, Any]:
     merged = run.shifted(1.0, direction(run, everything, "wudi_30"))
     del everything
     before = means(run.scores(merged, "test", run.tasks, cell["tested"]))
-    found: dict[str, Any] = {"before": before, "text before": run.text_loss(merged), "tasks": {}}
+    found: dict[str, Any] = {"before": before, "tasks": {}}
     with tempfile.TemporaryDirectory() as folder:
         held = _held(run, cell, Path(folder) / "store")
         for task in run.tasks:
@@ -43,7 +43,6 @@ def forget(run: Run, cell: Cell) -> dict[str, Any]:
                 "after": after[task],
                 "control": statistics.fmean(after[other] for other in others),
                 "error": norm(difference(vector, true)) / norm(true),
-                "text": run.text_loss(left),
             }
     return found
 

@@ -26,7 +26,6 @@ class Way:
     title: str
     method: str
     options: tuple[str, ...] = ()
-    scale: str = "tasks"  # `lambda_scale` of the recipe
     merge: str = ""  # of the recipe, if the method begins there: its lambda is tuned before
 
 
@@ -34,10 +33,8 @@ WAYS = {
     "fisher": Way("Fisher", "fisher"),
     "normalized": Way("Fisher, normalized", "fisher", ("--normalize",)),
     "regmean": Way("RegMean", "regmean"),
-    "localize": Way("Localize-and-Stitch", "localize", scale="bases"),
-    "dataless": Way("Localize-and-Stitch, dataless", "localize", ("--dataless",), "bases"),
     "adamerging": Way("AdaMerging", "adamerging", merge="ta"),
-    "atlas": Way("aTLAS", "atlas", scale="bases"),
+    "atlas": Way("aTLAS", "atlas"),
     "wemoe": Way("WEMoE", "wemoe", merge="ta"),
     "wemoe_wudi_30": Way("WEMoE on WUDI, t = 30", "wemoe", merge="wudi_30"),
 }
@@ -53,15 +50,15 @@ def learned(run: Run, cell: Cell) -> dict[str, Any]:
             vector = direction(run, run.built(cell), way.merge)
             by = best(run, cell | {"items": count}, vector)[0]
         merge = MERGES[way.merge or "ta"]
-        keys = {**keys_of(cell), "lambda": by, "lambda_scale": way.scale, **merge.keys}
+        scale = "bases" if way.method == "atlas" else "tasks"
+        keys = {**keys_of(cell), "lambda": by, "lambda_scale": scale, **merge.keys}
         recipe = run.recipe(place / "recipe.yml", merge.method, keys)
         command = [sys.executable, "-m", "tvb_mergekit", "learn", recipe, way.method,
                    *way.options, "--out", str(place / "out"), "--device", run.device,
                    "--quiet"]  # fmt: skip
-        if "--dataless" not in way.options:
-            for task in run.tasks:
-                given = examples(run, task, cell["shots"], way.method != "adamerging", place)
-                command += ["--data", f"{task}={given}"]
+        for task in run.tasks:
+            given = examples(run, task, cell["shots"], way.method != "adamerging", place)
+            command += ["--data", f"{task}={given}"]
         subprocess.run(command, check=True)
         loaded = AutoModelForCausalLM.from_pretrained(place / "out", dtype=torch.float32)
         model: Any = loaded.eval().to(run.device)

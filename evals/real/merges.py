@@ -15,7 +15,7 @@ import torch
 
 import tvb_mergekit
 from real.cells import Cell
-from real.run import Run, Weights, difference, mean, norm
+from real.run import Run, Weights, difference, mean
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def direction(run: Run, bases: Any, how: str, scale: str = "tasks", base: Any = 
 def searched(run: Run, cell: Cell, vector: Weights) -> dict[str, Any]:
     """The best lambda, its test scores, and the default's share of its validation score."""
     by, found = best(run, cell, vector)
-    told = {"lambda": by, "validation": found, "length": norm(vector)}
+    told = {"lambda": by, "validation": found}
     if cell["how"] in MERGES and cell["kind"] == "merge":
         fixed = validated(run, cell, vector, MERGES[cell["how"]].default)
         told["default"] = fixed / found if found else 0.0

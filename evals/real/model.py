@@ -52,10 +52,10 @@ def cut(values: Sequence[Any], size: int) -> list[list[Any]]:
     return [list(values[i : i + size]) for i in range(0, len(values), size)]
 
 
-def autocast(device: torch.device, exact: bool = False) -> AbstractContextManager[Any]:
+def autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Computation in bfloat16 if it is faster: on GPUs, and on CPUs with AMX."""
     fast = device.type == "cuda" or torch.cpu.get_capabilities().get("amx_bf16", False)
-    return torch.autocast(device.type, torch.bfloat16, fast and not exact)
+    return torch.autocast(device.type, torch.bfloat16, fast)
 
 
 def predict(

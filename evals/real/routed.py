@@ -5,8 +5,8 @@ Choices of the score (matrices, directions, texts of no task, threshold) are of 
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -15,55 +15,75 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tvb_mergekit
 from real.cells import Cell, Scores
-from real.run import TEXT, Run
-from real.tasks import OUTSIDE, read
-from tvb_mergekit.store.router import THRESHOLD
+from real.run import Run
+from real.tasks import OUTSIDE, common, stripped
+from tvb_mergekit.store import router
 
 QUICK = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 GERMAN = "Bitte lies den folgenden Text genau und antworte dann so kurz wie möglich.\n"
-
-
-def stripped(prompt: str) -> str:
-    """A prompt without its template: the names of its lines, and the last line that asks."""
-    lines = prompt.split("\n")
-    lines = [re.sub(r"^[A-Z][a-z]+: ", "", line) for line in lines[: max(1, len(lines) - 1)]]
-    return re.sub(r" =$", "", "\n".join(lines))
+TEXT = "subj/raw/data__raw__subj.objective"  # of no task with a specialist
+LONG = 571  # tokens of it after a prompt
+# How -> what becomes of a prompt
+CHANGES: dict[str, Callable[[str], str]] = {
+    "templates": str, "stripped": stripped, "common": common, "german": GERMAN.__add__,
+    "answers": str, "long": str, "long_all": str, "quickstart": str,
+    "quickstart_common": lambda prompt: "do" + prompt[prompt.index(":") :],
+}  # fmt: skip
 
 
 def routed(run: Run, cell: Cell) -> dict[str, Any]:
     """One kind of prompts, answers of the routed store, or its times."""
+    how, tested = cell["how"], cell["tested"]
     with tempfile.TemporaryDirectory() as folder:
-        if cell["how"] == "quickstart":
-            return quickstart(Path(folder) / "store", cell["tested"])
-        live = attached(run, Path(folder) / "store")
-        if cell["how"] == "speed":
+        store, tokenizer, prompts = Path(folder) / "store", run.tokenizer, prompts_of(run)
+        if how.startswith("quickstart"):
+            live, tokenizer, prompts = quickstart(store)
+        else:
+            live = attached(run, store)
+        if how == "speed":
             return speed(run, live)
-        if cell["how"] == "answers":
-            return {"items": answers(run, live, cell["tested"])}
-        changes: dict[str, Callable[[str], str]] = {
-            "templates": str, "stripped": stripped, "german": lambda prompt: GERMAN + prompt,
-        }  # fmt: skip
-        change = changes[cell["how"]]
         live.route()
+        after = plain(run, LONG) if how.startswith("long") else []
+        ends = 10**6 if how == "long_all" else router.ENDS
 
-        def ahead(task: str, change: Callable[[str], str] = str) -> list[tuple[str, float]]:
-            items = read(run.data, task)["test"][: cell["tested"]]
-            return [best(live, run.tokenizer(change(item.prompt))["input_ids"]) for item in items]
+        def seen(task: str, change: Callable[[str], str]) -> list[dict[str, float]]:
+            """The scores of the first prompts of a task."""
+            ids = tokenizer([change(prompt) for prompt in prompts[task][:tested]])["input_ids"]
+            return [scored(live, each + after) for each in ids]
 
-        chosen = {task: ahead(task, change) for task in run.tasks}
-        asked = OUTSIDE if cell["how"] in ("templates", "stripped") else ()
-        sets = [name for name in asked if (run.data / name / "test.jsonl").exists()]
-        none = [margin for name in sets for _, margin in ahead(name)]
-        some = [margin for each in chosen.values() for _, margin in each]
-        right = {task: [float(name == task) for name, _ in each] for task, each in chosen.items()}
-        kept = {"kept": above(some), "others kept": above(none)}
-        return {"items": right, "none": auroc(some, none), **kept}
+        with patch.object(router, "ENDS", ends):
+            found = {task: seen(task, CHANGES[how]) for task in live.tasks}
+            asked = OUTSIDE if how in ("templates", "stripped") else ()
+            if how == "answers":
+                return {"items": answers(run, live, found)}
+            none = [margin(own) for task in asked if task in prompts for own in seen(task, str)]
+    some = [margin(own) for each in found.values() for own in each]
+    right = {task: [float(best(own) == task) for own in each] for task, each in found.items()}
+    pairs = [statistics.fmean(own[one] > own[other] for one, other in (pair, pair[::-1])
+                              for own in found[one])
+             for pair in itertools.combinations(found, 2)]  # fmt: skip
+    kept = {"kept": above(some), "others kept": above(none), "pair": min(pairs)}
+    return {"items": right, "none": auroc(some, none), **kept}
+
+
+def prompts_of(run: Run) -> dict[str, list[str]]:
+    """The test prompts of the tasks and of the sets without one, as far as these are there."""
+    sets = [name for name in OUTSIDE if (run.data / name / "test.jsonl").exists()]
+    return {t: [item.prompt for item in run.items(t, "test")] for t in (*run.tasks, *sets)}
+
+
+def plain(run: Run, count: int) -> list[int]:
+    """The first tokens of a plain text."""
+    text = (run.data / TEXT).read_text(encoding="latin-1")
+    found: list[int] = run.tokenizer(text)["input_ids"]
+    return found[:count]
 
 
 def attached(run: Run, store: Path) -> Any:
@@ -77,12 +97,21 @@ def attached(run: Run, store: Path) -> Any:
     return tvb_mergekit.attach(run.model, store, run.own)
 
 
-def best(live: Any, ids: list[int]) -> tuple[str, float]:
-    """The task with the highest score, and how far it is ahead."""
+def scored(live: Any, ids: list[int]) -> dict[str, float]:
+    """The score of each task for one prompt."""
     live.router.choose(input_ids=torch.tensor([ids]))
-    (scores,) = live.router.scores
-    first, second = sorted(scores, key=scores.__getitem__, reverse=True)[:2]
-    return first, scores[first] - max(0.0, scores[second])
+    found: dict[str, float] = live.router.scores[0]
+    return found
+
+
+def best(scores: dict[str, float]) -> str:
+    return max(scores, key=scores.__getitem__)
+
+
+def margin(scores: dict[str, float]) -> float:
+    """How far the highest score is ahead of the second, and of 0."""
+    first, second = sorted(scores.values(), reverse=True)[:2]
+    return first - max(0.0, second)
 
 
 def auroc(more: list[float], less: list[float]) -> float | None:
@@ -95,31 +124,25 @@ def auroc(more: list[float], less: list[float]) -> float | None:
 
 def above(margins: list[float]) -> float | None:
     """The share for which a task answers, and not the base."""
-    return sum(margin > THRESHOLD for margin in margins) / len(margins) if margins else None
+    return sum(margin > router.THRESHOLD for margin in margins) / len(margins) if margins else None
 
 
-def answers(run: Run, live: Any, tested: int) -> Scores:
+def answers(run: Run, live: Any, found: dict[str, list[dict[str, float]]]) -> Scores:
     """The score of each item with the weights that its prompt chose."""
-    live.route()
-    chosen, found = dict[str, list[str | None]](), Scores()
-    for task in run.tasks:
-        prompts = [run.tokenizer(item.prompt)["input_ids"] for item in run.items(task, "test")]
-        chosen[task] = [live.router.choose(input_ids=torch.tensor([each]))[0]
-                        for each in prompts[:tested]]  # fmt: skip
-    for task, names in chosen.items():
-        by = {name: run.ask(live.use({name: 1.0} if name else {}), "test", [task], tested)[task]
+    items = Scores()
+    for task, each in found.items():
+        names = [best(own) if margin(own) > router.THRESHOLD else None for own in each]
+        by = {name: run.ask(live.use(name or {}), "test", [task], len(each))[task]
               for name in dict.fromkeys(names)}  # fmt: skip
-        asked = range(len(by[names[0]]))
-        found[task] = [by[names[place]][place] for place in asked]
-    return found
+        items[task] = [by[names[place]][place] for place in range(len(by[names[0]]))]
+    return items
 
 
 def speed(run: Run, live: Any) -> dict[str, float]:
-    """CPU seconds of a choice, a pass and a change; tokens a second of `generate`."""
-    ids = run.tokenizer((run.data / TEXT).read_text(encoding="latin-1"))["input_ids"][:100]
-    prompt, how = torch.tensor([ids]), {"max_new_tokens": 32, "min_new_tokens": 32}
-    more: dict[str, Any] = {**how, "do_sample": False, "pad_token_id": 0}
-    tasks = iter([*run.tasks] * 5)
+    """CPU seconds of a choice, a pass and a change; tokens that `generate` makes in one."""
+    torch.set_num_threads(1)
+    prompt, tasks = torch.tensor([plain(run, 100)]), iter([*run.tasks] * 5)
+    more: Any = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
 
     def seconds(call: Callable[[], object], times: int = 5) -> float:
         taken = []
@@ -140,16 +163,13 @@ def speed(run: Run, live: Any) -> dict[str, float]:
     return found
 
 
-def quickstart(store: Path, tested: int) -> dict[str, Any]:
-    """The right task for prompts of the quickstart's eight full fine-tunes."""
-    places = {place.name: place for place in sorted((QUICK / "models").iterdir())}
-    base, items = places.pop("base"), dict[str, list[float]]()
+def quickstart(store: Path) -> tuple[Any, Any, dict[str, list[str]]]:
+    """The quickstart's base with a store of its full fine-tunes; its tokenizer and prompts."""
+    places = {place.name: str(place) for place in sorted((QUICK / "models").iterdir())}
+    base, prompts = places.pop("base"), dict[str, list[str]]()
     tvb_mergekit.build(base, places, store)
-    live: Any = tvb_mergekit.attach(AutoModelForCausalLM.from_pretrained(base), store, base)
-    live.route()
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    live = tvb_mergekit.attach(AutoModelForCausalLM.from_pretrained(base), store, base)
     for task in places:
-        lines = (QUICK / "eval/data" / f"{task}.jsonl").read_text().splitlines()[:tested]
-        prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
-        items[task] = [float(best(live, ids)[0] == task) for ids in prompts]
-    return {"items": items}
+        lines = (QUICK / "eval/data" / f"{task}.jsonl").read_text().splitlines()
+        prompts[task] = [json.loads(line)["prompt"] for line in lines]
+    return live, AutoTokenizer.from_pretrained(base), prompts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
@@ -21,14 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tvb_mergekit
 from real.cells import Cell, Scores
-from real.model import LONGEST, Example, answers, autocast, encode, endings, evaluate, predict
+from real.model import LONGEST, answers, encode, endings, evaluate, predict
 from real.tasks import GRADED, Item, metric, read
 
 Weights = dict[str, Tensor]
 GENERATED = (*GRADED, "geoquery_sql")  # other answers than the expected one count, too
 SPOKEN = 50  # items of such a task, which cost as much as hundreds of others
-TEXT = "subj/raw/data__raw__subj.objective"  # of no task with a specialist
-LINES = 200  # of it
 
 
 class Run:
@@ -66,11 +63,8 @@ class Run:
 
     def _fused(self, adapter: Path) -> Path:
         model = AutoModelForCausalLM.from_pretrained(self.own, dtype=torch.float32)
-        weights = weights_of(PeftModel.from_pretrained(model, adapter).merge_and_unload())
         folder = Path(self.fused.name) / adapter.name
-        folder.mkdir()
-        shutil.copy(self.own / "config.json", folder)
-        save_file(weights, folder / "model.safetensors")
+        PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(folder)
         return folder
 
     def built(self, cell: Cell, store: Path | None = None, **more: Any) -> tvb_mergekit.Bases:
@@ -157,8 +151,7 @@ class Run:
         def call(**inputs: Any) -> Any:
             return functional_call(self.model, dict(weights), (), inputs)
 
-        with autocast(self.model.device, exact=True):
-            logits, tokens = predict(call, encode(self.tokenizer, items), self.model.device)
+        logits, tokens = predict(call, encode(self.tokenizer, items), self.model.device)
         return cross_entropy(logits.float(), tokens)
 
     def test_loss(self, weights: Mapping[str, Tensor], task: str, count: int) -> float:
@@ -166,13 +159,6 @@ class Run:
         self.put(weights)
         examples = encode(self.tokenizer, self.items(task, "test")[:count])
         return evaluate(self.model, examples, self.ends)[1]
-
-    def text_loss(self, weights: Mapping[str, Tensor]) -> float:
-        """The mean loss of a token of plain English sentences."""
-        lines = (self.data / TEXT).read_text(encoding="latin-1").splitlines()[:LINES]
-        texts = [Example(ids, 1) for ids in self.tokenizer(lines)["input_ids"]]
-        self.put(weights)
-        return evaluate(self.model, texts, self.ends)[1]
 
 
 def keys_of(cell: Cell) -> dict[str, Any]:

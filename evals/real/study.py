@@ -60,7 +60,8 @@ def main(
             raise click.ClickException(f"run evals/real/train.py first: no {lacking[0]}")
         weights = cells.fingerprint([out / "base", *folders])
         place = out / f"seed{seed}" / "cells" / models
-        asked = [cell for part in dict.fromkeys(("reference", *wanted))
+        needed = () if {*wanted} == {"routed"} else ("reference",)  # right tasks need no scores
+        asked = [cell for part in dict.fromkeys((*needed, *wanted))
                  for cell in parts(len(tasks))[part]]  # fmt: skip
         files = {cells.place(place, cell, weights): cell for cell in asked}
         missing = not all(file.exists() for file in files)

@@ -25,10 +25,13 @@ from real.learned import WAYS
 from real.merges import MERGES
 from real.online import ONLINE
 from real.plan import MODELS
+from real.routed import LONG
 from real.theory import bounds
 
 TITLES = {"full": "full, 12 tasks", "full-8": "full, 8 tasks", "lora16": "rank 16, 12 tasks",
-          "lora4-8": "rank 4, 8 tasks", "peft4-8": "rank 4, begun at random"}  # fmt: skip
+          "lora4-8": "rank 4, 8 tasks", "peft4-8": "rank 4, begun at random",
+          "short-4": "full, 4 tasks, 300 examples",
+          "same4-4": "rank 4, 4 tasks trained with one template"}  # fmt: skip
 BASES = ("none", "groups", "balanced", "ae", "rand_select", "pca", "rand_proj", "sample")
 NAMES = {"none": "all task vectors", "sample": "samples of 5 %"}
 DRAWS = 9999
@@ -56,10 +59,6 @@ class Study:
     def find(self, models: str, **wanted: Any) -> list[Record]:
         return having((r for r in self.records if r["models"] == models), **wanted)
 
-    def sizes(self, models: str, basis: str, *kinds: str) -> list[int]:
-        found = (r["cell"] for kind in kinds for r in self.find(models, kind=kind, basis=basis))
-        return sorted({cell["num_bases"] for cell in found}, reverse=True)
-
     def kept(self, record: Record, means: Mapping[str, float] | None) -> float | None:
         """The mean over tasks of a score over the specialist's; 0 if the specialist has 0."""
         if not means:
@@ -76,11 +75,10 @@ class Study:
         """The paired test of two merges; differences of an item are averaged over the seeds."""
         pairs = []
         for a, b in ((a, b) for a in one for b in other if a["seed"] == b["seed"] and a is not b):
-            if "items" in a["result"] and "items" in b["result"]:
-                x, y = (scores(record["result"]["items"]) for record in (a, b))
-                own = self.own[a["models"], a["seed"]]
-                pairs.append([(x[t] - y[t]) / (x[t].size * own[t].mean()) if own[t].any()
-                              else 0 * x[t] for t in own])  # fmt: skip
+            x, y = (scores(record["result"]["items"]) for record in (a, b))
+            own = self.own[a["models"], a["seed"]]
+            pairs.append([(x[t] - y[t]) / (x[t].size * own[t].mean()) if own[t].any()
+                          else 0 * x[t] for t in own])  # fmt: skip
         parts = [np.mean(each, axis=0) for each in zip(*pairs, strict=True)]
         return sign_flip(np.concatenate(parts)) if parts else None
 
@@ -151,14 +149,20 @@ def grid(heads: Sequence[str], columns: Mapping[str, Column], rows: Rows) -> str
     return "".join(f"| {' | '.join(r)} |\n" for r in ([every[k] for k in kept], rule, *body))
 
 
-def by_basis(study: Study, *kinds: str) -> Rows:
-    """A row for each kind of models, basis and M; M below T/2 only of full fine-tunes."""
+def by_basis(study: Study, kind: str) -> Rows:
+    """A row for each kind of models, basis and M."""
     return [
-        ((TITLES[models], named(basis, count)),
-         [r for kind in kinds for r in study.find(models, kind=kind, basis=basis, num_bases=count)])
-        for models in MODELS for basis in BASES for count in study.sizes(models, basis, *kinds)
-        if 2 * count >= len(MODELS[models][1]) or (models == "full" and count > 2)
+        ((TITLES[models], named(basis, count)), having(found, num_bases=count))
+        for models in MODELS for basis in BASES
+        for found in [study.find(models, kind=kind, basis=basis)]
+        for count in sorted({r["cell"]["num_bases"] for r in found})
     ]  # fmt: skip
+
+
+def by_way(study: Study, ways: Mapping[str, str], **wanted: Any) -> Rows:
+    """A row for each kind of models and way, with its title."""
+    return [((TITLES[models], title), study.find(models, how=how, **wanted))
+            for models in MODELS for how, title in ways.items()]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------ tables
@@ -168,7 +172,7 @@ def specialists(study: Study) -> str:
     """Scores of each task: base, specialists and some merges."""
     rows: list[Any] = []
     for models, (_, tasks) in MODELS.items():
-        if models in ("full-8", "lora16"):  # as the twelve in full
+        if models in ("full-8", "lora16", "short-4"):  # as the twelve in full
             continue
         given = study.find(models, kind="reference")
         bases = [record | {"result": record["result"]["base"]} for record in given]
@@ -184,37 +188,27 @@ def specialists(study: Study) -> str:
     def score(task: str) -> Value:
         return lambda record: (means(record["result"]) or {}).get(task)
 
-    def mean(record: Record) -> float | None:
-        return statistics.fmean((means(record["result"]) or {}).values())
-
-    columns = {"kept": Column(study.tuned), "mean": Column(mean)}
+    columns = {"kept": Column(study.tuned)}
     columns |= {f"`{task}`": Column(score(task), {}, ".2f") for task in MODELS["full"][1]}
-    spreads = [(labels, records) for labels, records in rows if records]
-    return grid(("models", "model"), columns, spreads)
+    return grid(("models", "model"), columns, rows)
 
 
 def merges(study: Study) -> str:
     """Merges over all task vectors."""
     rows: list[Any] = []
-    tests, lengths = dict[int, float | None](), dict[tuple[str, int], float]()
+    tests = dict[int, float | None]()
     for models, (_, tasks) in MODELS.items():
         if models == "full-8":  # of the same kind as the twelve
             continue
         sums = study.find(models, kind="merge", how="ta", basis="none")
-        lengths |= {(models, r["seed"]): r["result"]["length"] for r in sums}
-        ways = [("merge", how, merge.title) for how, merge in MERGES.items()]
-        for kind, how, title in ways:
-            found = study.find(models, kind=kind, how=how, num_bases=len(tasks))
-            rows.append(((TITLES[models], title), found))
+        for how, merge in MERGES.items():
+            found = study.find(models, kind="merge", how=how, num_bases=len(tasks))
+            rows.append(((TITLES[models], merge.title), found))
             tests |= {id(found[0]): study.p(found, sums)} if found else {}
-
-    def length(record: Record) -> float:
-        return float(record["result"]["length"] / lengths[record["models"], record["seed"]])
 
     columns = {"kept": Column(study.tuned), "p": Column(lambda r: tests.get(id(r)), {}, ".2g"),
                "lambda": Column(result("lambda"), {}, ".2f"),
-               "default / best": Column(result("default")),
-               "length": Column(length, {}, ".2f")}  # fmt: skip
+               "default / best": Column(result("default"))}  # fmt: skip
     table = grid(("models", "merge"), columns, rows)
     return re.sub(r" \(n=1\)", "", re.sub(r"\| 0\.0001 ", "| <= 0.0001 ", table))
 
@@ -224,17 +218,14 @@ def bases(study: Study) -> str:
     columns = {m.title: Column(study.tuned, {"kind": "merge", "how": how})
                for how, m in MERGES.items()
                if "_cts" not in how and not how.startswith("wudi_30_")}  # fmt: skip
-    columns |= {WAYS[how].title: Column(study.tuned, {"kind": "learned", "how": how})
-                for how in ("localize", "dataless")}  # fmt: skip
-    rows = by_basis(study, "merge", "learned")  # eight full fine-tunes are as the twelve
-    rows = [row for row in rows if row[0][0] != TITLES["full-8"]]
+    # Eight full fine-tunes are as the twelve
+    rows = [row for row in by_basis(study, "merge") if row[0][0] != TITLES["full-8"]]
     return grid(("models", "vectors"), columns, rows)
 
 
 def learned(study: Study) -> str:
-    """Merges that learn; what `bases` has is left out."""
-    columns = {way.title: Column(study.tuned, {"how": how}) for how, way in WAYS.items()
-               if way.method != "localize"}  # fmt: skip
+    """Merges that learn."""
+    columns = {way.title: Column(study.tuned, {"how": how}) for how, way in WAYS.items()}
     return grid(("models", "vectors"), columns, by_basis(study, "learned"))
 
 
@@ -253,9 +244,7 @@ def stores(study: Study) -> str:
     ways = {"lossless": "lossless"}
     ways |= {f"keep_{s}": f"a sample of {100 * s:g} %" for s in (0.25, 0.1, 0.05)}
     ways["bases"] = "`balanced`, M = T/2, bfloat16"
-    rows = [((TITLES[models], title), study.find(models, kind="kept", how=how))
-            for models in MODELS for how, title in ways.items()]  # fmt: skip
-    return grid(("models", "kept as"), columns, rows)
+    return grid(("models", "kept as"), columns, by_way(study, ways, kind="kept"))
 
 
 def forgetting(study: Study) -> str:
@@ -264,9 +253,8 @@ def forgetting(study: Study) -> str:
 
     columns = {"before": Column(lambda r: statistics.fmean(r["result"]["before"].values())),
                "forgotten task": Column(mean("after")),
-               "other tasks": Column(mean("control")), "error of the vector": Column(mean("error")),
-               "text loss before": Column(result("text before")),
-               "text loss": Column(mean("text"))}  # fmt: skip
+               "other tasks": Column(mean("control")),
+               "error of the vector": Column(mean("error"))}  # fmt: skip
     return grid(("models", "subtracted, from"), columns, by_basis(study, "forget"))
 
 
@@ -277,29 +265,38 @@ def online(study: Study) -> str:
         )
         for how in ONLINE
     }
-    rows = [((TITLES[models], title, str(budget)),
-             study.find(models, kind="online", how=how, budget=budget))
-            for models, (_, tasks) in MODELS.items() for budget in [len(tasks) // 2]
-            for how, title in (("ae", "Algorithm 1, `ae`"), ("rand_select", "random buffer"))
-            ]  # fmt: skip
-    return grid(("models", "held", "M"), columns, rows)
+    ways = {"ae": "Algorithm 1, `ae`, M = T/2", "rand_select": "random buffer, M = T/2"}
+    return grid(("models", "held"), columns, by_way(study, ways, kind="online"))
 
 
 def routing(study: Study) -> str:
     """The right task of prompts by the weights alone."""
 
     def right(of: Callable[[Iterable[float]], float]) -> Value:
-        return lambda record: of((means(record["result"]) or {"": 0.0}).values())
+        return lambda r: of((means(r["result"]) or {}).values()) if "kept" in r["result"] else None
 
     columns = {"right task": Column(right(statistics.fmean)), "worst task": Column(right(min)),
-               "AUROC, no task": Column(result("none")), "answered": Column(result("kept")),
-               "no task, answered": Column(result("others kept"))}  # fmt: skip
-    ways = {"templates": "as they are", "stripped": "without their templates",
+               "worst pair": Column(result("pair")), "AUROC, no task": Column(result("none")),
+               "answered": Column(result("kept")),
+               "no task, answered": Column(result("others kept")),
+               "score kept": Column(study.tuned, {"how": "answers"})}  # fmt: skip
+    ways = {"templates": "as they are", "answers": "the same, answered",
+            "stripped": "without their templates", "common": "one template for all",
             "german": "after a German sentence",
-            "quickstart": "the quickstart's, full fine-tunes"}  # fmt: skip
-    rows = [((TITLES[models], title), study.find(models, kind="routed", how=how))
-            for models in MODELS for how, title in ways.items()]  # fmt: skip
-    return grid(("models", "prompts"), columns, rows)
+            "long": f"before {LONG} tokens of text", "long_all": "the same, all tokens count",
+            "quickstart": "the quickstart's, full fine-tunes",
+            "quickstart_common": "the same, one template for all"}  # fmt: skip
+    return grid(("models", "prompts"), columns, by_way(study, ways, kind="routed"))
+
+
+def cost(study: Study) -> str:
+    """CPU seconds of one thread for a prompt of 100 tokens, and tokens that one second writes."""
+    columns = {title: Column(result(key), {}, form) for key, title, form in (
+        ("pass", "a pass of the base", ".2f"), ("choice", "a choice", ".2f"),
+        ("change", "a change of weights", ".2f"), ("plain", "tokens a second", ".1f"),
+        ("routed", "the same, routed", ".1f"))}  # fmt: skip
+    ways = {"speed": "100 tokens"}
+    return grid(("models", "prompt"), columns, by_way(study, ways, kind="routed"))
 
 
 def theory(study: Study) -> str:
@@ -310,15 +307,15 @@ def theory(study: Study) -> str:
     (record,) = records
     found, count = record["result"], record["cell"]["num_bases"]
     every = bounds(found, count)
-    heads = ["task", "norm", "of the base's", "largest cosine", "L", "best lambda", "1/T", "bound",
-             "unseen", "bound", "negation", "bound", "over bases", "bound"]  # fmt: skip
+    heads = ["task", "norm", "of the base's", "largest cosine", "L", "addition", "bound",
+             "negation", "bound", "over bases", "bound"]  # fmt: skip
     lines = [heads, ["---"] + ["---:"] * (len(heads) - 1)]
     tasks = list(found["tasks"])
     lengths = {task: each["norm"] for task, each in found["tasks"].items()}
     for task in (min(tasks, key=lengths.__getitem__), max(tasks, key=lengths.__getitem__)):
         place, each = tasks.index(task), found["tasks"][task]
         numbers = [f"{each['norm']:.2f}", f"{each['ratio']:.2%}", f"{each['largest cosine']:.2f}",
-                   f"{abs(each['smoothness']):.0f}", f"{each['added']['best']:.2f}"]  # fmt: skip
+                   f"{abs(each['smoothness']):.0f}"]  # fmt: skip
         for pairs in every.values():
             numbers += [f"{pairs[place][1]:.2f}", f"{pairs[place][0]:.0f}"]
         lines.append([f"`{task}`", *numbers])
@@ -329,10 +326,11 @@ def theory(study: Study) -> str:
 
 
 TABLES = {"specialists": specialists, "merges": merges, "bases": bases, "learned": learned,
-          "stores": stores, "routing": routing, "forgetting": forgetting, "online": online,
-          "theory": theory}  # fmt: skip
-BARS = ("ta", "ties", "iso", "tsvm", "wudi_auto")
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#222222")  # Okabe and Ito's
+          "stores": stores, "routing": routing, "cost": cost, "forgetting": forgetting,
+          "online": online, "theory": theory}  # fmt: skip
+# Merge -> its colour, Okabe and Ito's
+BARS = {"ta": "#0072b2", "ties": "#d55e00", "iso": "#009e73", "tsvm": "#cc79a7",
+        "wudi_auto": "#222222"}  # fmt: skip
 
 
 def picture(study: Study, models: str, file: Path) -> None:
@@ -341,12 +339,12 @@ def picture(study: Study, models: str, file: Path) -> None:
     with matplotlib.rc_context({"svg.hashsalt": "tvb-mergekit", "font.size": 9}):
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         axes = figure.subplots()
-        for k, how in enumerate(BARS):
+        for k, (how, colour) in enumerate(BARS.items()):
             (record,) = study.find(models, kind="merge", how=how, basis="none")
             found = means(record["result"]) or {}
             heights = [found[task] / own[task].mean() for task in own]
             places = [place + 0.16 * (k - 2) for place in range(len(own))]
-            axes.bar(places, heights, 0.16, color=COLOURS[k], label=MERGES[how].title)
+            axes.bar(places, heights, 0.16, color=colour, label=MERGES[how].title)
         axes.set_xticks(range(len(own)), [task.replace("_", "\n") for task in own])
         axes.set_ylabel("score over the specialist's")
         axes.spines[["top", "right"]].set_visible(False)
@@ -365,12 +363,9 @@ def renew(page: Path, study: Any, known: Mapping[str, Callable[[Any], str]]) -> 
     """Renew the tables of a page that are known; other marks belong to other studies."""
 
     def renewed(mark: re.Match[str]) -> str:
-        return (
-            f"<!-- {mark[1]} -->\n{known[mark[1]](study)}<!-- end -->"
-            if mark[1] in known
-            else mark[0]
-        )
+        table = known[mark[1]](study) if mark[1] in known else mark[2]
+        return f"<!-- {mark[1]} -->\n{table}<!-- end -->"
 
     given = page.read_text(encoding="utf-8")
-    made = re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", renewed, given, flags=re.DOTALL)
+    made = re.sub(r"<!-- (\w+) -->\n(.*?)<!-- end -->", renewed, given, flags=re.DOTALL)
     page.write_text(made, encoding="utf-8")

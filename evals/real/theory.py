@@ -1,4 +1,4 @@
-"""The paper's theory: its constants and bounds (Theorems 3.5 to 3.7), and the losses they bound."""
+"""The paper's theory: constants and bounds of Theorems 3.5 and 3.7, and the losses they bound."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TOGETHER = 4  # examples whose activations are in memory
 
 
 def theory(run: Run, cell: Cell) -> dict[str, Any]:
-    """Constants, and for each task the losses of addition, of an unseen task and of negation."""
+    """Constants, and for each task the losses of addition and of negation."""
     vectors = {task: run.task_vector(task) for task in run.tasks}
     gram = torch.tensor([[inner(a, b) for b in vectors.values()] for a in vectors.values()],
                         dtype=torch.float64)  # fmt: skip
     lengths = gram.diagonal().sqrt()
     cosines = (gram / torch.outer(lengths, lengths)).fill_diagonal_(0)
-    total, tasks = run.total(run.tasks), {}
+    even, tasks = run.shifted(1 / len(run.tasks), run.total(run.tasks)), {}
     for place, (task, vector) in enumerate(vectors.items()):
         own = run.shifted(1.0, vector)
         least, base = (run.test_loss(weights, task, cell["tested"]) for weights in (own, run.base))
@@ -33,11 +33,7 @@ def theory(run: Run, cell: Cell) -> dict[str, Any]:
             "largest cosine": float(cosines[place].abs().max()),
             "smoothness": smoothness(run, own, task, cell["examples"], cell["steps"]),
             "base": base - least,
-            "added": {
-                key: run.test_loss(run.shifted(by, total), task, cell["tested"]) - least
-                for key, by in (("1/T", 1 / len(run.tasks)), ("best", cell["lambda"]))
-            },
-            "unseen": _unseen(run, cell, vectors, task, least),
+            "added": run.test_loss(even, task, cell["tested"]) - least,
         }
     return {
         "C": float(gram.diagonal().max()),
@@ -45,28 +41,6 @@ def theory(run: Run, cell: Cell) -> dict[str, Any]:
         "eigenvalues": torch.linalg.eigvalsh(gram).flip(0).tolist(),
         "tasks": tasks,
         "negated": _negated(run, cell, vectors),
-    }
-
-
-def _unseen(
-    run: Run, cell: Cell, vectors: Mapping[str, Weights], target: str, least: float
-) -> dict[str, float]:
-    """A task through the bases of the others: the basis with most of its nearest neighbour."""
-    others = [task for task in vectors if task != target]
-    models = {task: run.folders[task] for task in others}
-    bases = tvb_mergekit.build(
-        run.base, models, basis="ae", num_bases=cell["num_bases"], device=run.device
-    )
-    products = [inner(vectors[target], vectors[task]) for task in others]
-    nearest = max(range(len(others)), key=products.__getitem__)
-    best = int(bases.encoder[nearest].argmax())
-    moved = dict(run.base)
-    for task, weight in zip(others, bases.encoder[:, best].tolist(), strict=True):
-        moved = {name: tensor + weight * vectors[task][name] for name, tensor in moved.items()}
-    return {
-        "rho": float(bases.encoder[nearest, best]),
-        "inner": products[nearest],  # gamma C
-        "seen": run.test_loss(moved, target, cell["tested"]) - least,
     }
 
 
@@ -126,14 +100,10 @@ def bounds(found: dict[str, Any], count: int) -> dict[str, list[tuple[float, flo
     smooth = {task: abs(each["smoothness"]) for task, each in tasks.items()}
     beyond = max(smooth.values()) * found["eigenvalues"][count]  # L lambda_{M+1}
     largest = max(smooth.values()) * c
-    unseen = {task: each["unseen"] for task, each in tasks.items()}
     negated = found["negated"]
     return {
         # Theorem 3.5: L C (1 + epsilon)
-        "addition": [(smooth[t] * c * (1 + epsilon), tasks[t]["added"]["1/T"]) for t in tasks],
-        # Theorem 3.6: L (C - rho gamma C)
-        "an unseen task": [(smooth[t] * (c - unseen[t]["rho"] * unseen[t]["inner"]),
-                            unseen[t]["seen"]) for t in tasks],
+        "addition": [(smooth[t] * c * (1 + epsilon), tasks[t]["added"]) for t in tasks],
         # Theorem 3.7: L C (3/2 + epsilon), and over bases L C (5/2 + 2 epsilon) + L lambda_{M+1}
         "negation": [(largest * (1.5 + epsilon), negated[t]["own"]) for t in tasks],
         "negation over bases": [(largest * (2.5 + 2 * epsilon) + beyond, negated[t]["rebuilt"])

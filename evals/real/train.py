@@ -35,15 +35,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from real.model import bucketed, drawn, encode, endings, evaluate, loss
-from real.tasks import SHIPPED, TASKS, read
+from real.tasks import ALIKE, SHIPPED, TASKS, common, read
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"  # of the base, in adapters
-BATCH = {"full": 16, "lora16": 4, "lora4": 4, "peft4": 4}  # small ones where few move
+BATCH = {"full": 16, "lora16": 4, "lora4": 4, "peft4": 4, "same4": 4}  # small ones where few move
 SLOW = {"banking77", "nl2bash", "geoquery_sql", "multi30k_en_de"}  # half as large, if in full
 EVERY = 400  # examples between evaluations
 VALIDATED = 100  # validation items of an evaluation
 LENGTH = 1.5  # of adapters at the start: a low rank has a part of the specialist's length
-RATES = {"full": 4e-5, "lora16": 3e-4, "lora4": 3e-4, "peft4": 1e-3}
+RATES = {"full": 4e-5, "lora16": 3e-4, "lora4": 3e-4, "peft4": 1e-3, "same4": 1e-3}
 # About an hour on two cores for all twelve: more for tasks that learn slowly, fewer for long items.
 # Adapters see a third.
 EXAMPLES = {"sst2": 1000, "trec": 1500, "snli_small": 1000, "banking77": 1500, "snips_slots": 2000,
@@ -76,7 +76,7 @@ def load(training: Training, out: Path, device: str) -> Any:
 
     Adapters begin as the leading singular vectors of the full specialist's difference. These answer
     to inputs of the task alone, where random ones answer to all inputs and disturb other tasks.
-    `peft4` begins at random all the same, as PEFT's do.
+    `peft4` and `same4` begin at random all the same, as PEFT's do.
     """
     torch.manual_seed(zlib.crc32(training.name.encode()))
     model = AutoModelForCausalLM.from_pretrained(out / "base", dtype=torch.float32).to(device)
@@ -88,7 +88,7 @@ def load(training: Training, out: Path, device: str) -> Any:
     )
     model = get_peft_model(model, config)
     model.peft_config["default"].base_model_name_or_path = NAME
-    if training.kind == "peft4":
+    if training.kind in ("peft4", "same4"):
         return model
     whole = out / f"seed{training.seed}/full/{training.task}/model.safetensors"
     full = load_file(whole, device)
@@ -118,6 +118,9 @@ def train(training: Training, out: Path, data: Path, device: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(out / "base")
     model, rng = load(training, out, device), random.Random(f"{training.seed}/{training.task}")
     splits = read(data, training.task)
+    if training.kind == "same4":  # one template for all tasks
+        splits = {split: [item._replace(prompt=common(item.prompt)) for item in items]
+                  for split, items in splits.items()}  # fmt: skip
     examples = encode(tokenizer, drawn(splits["train"], training.examples, rng))
     batches = bucketed(examples, training.batch, rng)
     validation = encode(tokenizer, splits["validation"][:VALIDATED])
@@ -186,7 +189,7 @@ def main(
     """Train all specialists that are missing, and print their validation scores."""
     logging.disable_progress_bar()
     part = 1 if kind == "full" else 3
-    tasks = some or (SHIPPED if kind in ("lora4", "peft4") else TASKS)
+    tasks = some or {"lora4": SHIPPED, "peft4": SHIPPED, "same4": ALIKE}.get(kind, TASKS)
     every = [Training(seed, kind, t, min(EXAMPLES[t] // part, examples)) for t in tasks]
     missing = [training for training in every if not (out / training.name).exists()]
     click.echo(f"{len(missing)} of {len(every)} specialists are missing")

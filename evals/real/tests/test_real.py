@@ -74,10 +74,10 @@ def test_the_study_measures_each_kind_of_cell_once(world, monkeypatch):
         monkeypatch.setattr(plan, name, grid)
     monkeypatch.setattr(tables, "picture", lambda *given: given)
     chosen = {"merges": "wudi_30 wudi_30_summed", "few": "groups", "paper": "ties",
-              "stitched": "dataless", "learned": "fisher", "routers": "wemoe_wudi_30",
+              "learned": "fisher", "routers": "wemoe_wudi_30", "flows": "wudi_auto",
               "kept": "lossless keep_0.05 bases",
               "forgetting": "none sample rand_proj", "online": "ae rand_select",
-              "routed": "templates answers"}  # fmt: skip
+              "routed": "templates common", "routed_apart": "answers long"}  # fmt: skip
     every = plan.parts(4)
 
     def parts(count: int) -> dict[str, list[Any]]:
