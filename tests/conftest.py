@@ -7,6 +7,7 @@ import venv
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,13 +15,12 @@ from tiny import family
 from worlds import FAMILIES, Models
 
 ROOT = Path(__file__).resolve().parent.parent
+# Every run has the same examples, and a busy machine fails none of them.
+steady: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("tests", derandomize=True, **steady)
+settings.load_profile("tests")
 # A source distribution has no models, adapters and studies.
 needing = ("golden", "house", "manual", "score", "store_recipes", "tune")
-# Every run has the same examples, and a busy machine fails none of them.
-settings.register_profile(
-    "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("tests")
 collect_ignore = [] if (ROOT / "evals").is_dir() else [f"test_{name}.py" for name in needing]
 
 

@@ -152,15 +152,6 @@ def check_encoder(basis: str, encoder: Array, weights: Array | None = None) -> N
         np.testing.assert_allclose(encoder.sum(axis=1), count * shares, rtol=1e-12)
 
 
-def addition(dense: Dense, bases: Array, lambda_: Value) -> Array:
-    return dense.theta + dense.spread(lambda_) * bases.sum(axis=1)
-
-
-def negation(dense: Dense, bases: Array, forgotten: Array, lambda_: Value, alpha: Value) -> Array:
-    """`forgotten` [d, number of tasks to forget]: their reconstructed task vectors."""
-    return addition(dense, bases, lambda_) - dense.spread(alpha) * forgotten.sum(axis=1)
-
-
 def ties(
     dense: Dense, bases: Array, lambda_: Value, density: Value = 0.2, merge_func: str = "sum"
 ) -> tuple[Array, NDArray[np.bool_]]:
@@ -237,23 +228,28 @@ def singular_vectors(bases: Array) -> Array:
     return orthonormal(left) * sizes @ orthonormal(right)
 
 
-def interference_free(bases: Array, flow_time: float | str = "auto") -> Array:
+def interference_free(bases: Array, flow_time: float | str = "auto", share: float = 1.0) -> Array:
     """WUDI (Cheng et al., 2025) from the sum, by least squares row by row, or for a time by the
-    matrix exponential of dD/dt = R - D A. `auto` ends it where the median input is half settled."""
+    matrix exponential of dD/dt = R - D A. `auto` ends it where the median input is half settled.
+    Of a random `share` of the entries B_m^T B_m has 1 / share times too large a diagonal."""
     scales = [1 / np.linalg.norm(base) if base.any() else 0.0 for base in bases]
     sides = np.concatenate([by * base for by, base in zip(scales, bases, strict=True)])
     goals = np.concatenate([by * base @ base.T for by, base in zip(scales, bases, strict=True)], 1)
     total, (rows, columns) = bases.sum(0), bases.shape[1:]
     if flow_time == "exact":
         return total + np.linalg.lstsq(sides, (goals - total @ sides.T).T, rcond=1e-6)[0].T
-    else:
-        if flow_time == "auto":
-            median = np.linalg.svd(sides)[1][min(sides.shape) // 2] ** 2
-            flow_time = min(300.0, 0.5 / max(median, 1e-9))
-        flow = np.zeros((columns + rows, columns + rows))  # of D and the identity, side by side
-        flow[:columns, :columns], flow[columns:, :columns] = -sides.T @ sides, goals @ sides
-        grown = expm(float(flow_time) * flow)[:, :columns]
-        return total @ grown[:columns] + grown[columns:]
+    if flow_time == "auto":
+        median = np.linalg.svd(sides)[1][min(sides.shape) // 2] ** 2
+        flow_time = min(300.0, 0.5 / max(median, 1e-9))
+    corrected = np.ones((columns, columns)) + (share - 1) * np.eye(columns)
+    squares = [
+        by**2 / share * base.T @ base * corrected for by, base in zip(scales, bases, strict=True)
+    ]
+    flow = np.zeros((columns + rows, columns + rows))  # of D and the identity, side by side
+    flow[:columns, :columns] = -sum(squares)
+    flow[columns:, :columns] = sum(base @ each for base, each in zip(bases, squares, strict=True))
+    grown = expm(float(flow_time) * flow)[:, :columns]
+    return total @ grown[:columns] + grown[columns:]
 
 
 def orthonormal(matrix: Array) -> Array:
@@ -368,14 +364,13 @@ def merged(
     factor = rebuilt.shape[1] / bases.shape[1] if by_tasks else 1.0
     given = chosen["lambda"]
     scaled: Value = (lambda name: factor * given(name)) if callable(given) else factor * given
-    if method == "basis_ta":
-        return Expected(dense.split(addition(dense, bases, scaled)))
-    if method == "basis_negate":
-        names = [name.strip() for name in str(parameters["forget"]).split(",")]
-        columns = rebuilt[:, [list(tasks).index(name) for name in names]]
-        return Expected(dense.split(negation(dense, bases, columns, scaled, chosen["alpha"])))
+    if method in ("basis_ta", "basis_negate"):
+        found = dense.theta + dense.spread(scaled) * bases.sum(axis=1)
+        for name in str(parameters["forget"]).split(",") if method == "basis_negate" else ():
+            forgotten = rebuilt[:, list(tasks).index(name.strip())]
+            found -= dense.spread(chosen["alpha"]) * forgotten
+        return Expected(dense.split(found))
     if method in OF_MATRICES:
         return Expected(dense.split(by_matrices(dense, bases, method, parameters, scaled)))
     how = {k: str(parameters[k]) for k in ("merge_func",) if k in parameters}
-    found = ties(dense, bases, scaled, chosen["density"], **how)
-    return Expected(*map(dense.split, found))
+    return Expected(*map(dense.split, ties(dense, bases, scaled, chosen["density"], **how)))

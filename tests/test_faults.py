@@ -25,12 +25,7 @@ from processes import INTERRUPT, Fault, little_disk, on_call, on_change, run, un
 from safetensors.torch import load_file, save_file
 from tiny import family, llama, load
 
-from tvb_mergekit.core.settings import (
-    METHODS,
-    VARYING_KEYS,
-    check_value,
-    resolve_settings,
-)
+from tvb_mergekit.core.settings import METHODS, VARYING_KEYS, check_value, resolve_settings
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.plugin.recipe import default_task_name
 
@@ -100,6 +95,9 @@ RECIPES = {
     "M > T": wrong({"num_bases": 4}, "`num_bases` is 4", "3 models"),
     "no expression": wrong({"exclude": "*.bias"}, "`exclude`", "regular expression"),
     "another base": Case(OTHER, (r"`slices\[0\].base_model` is ./a",)),
+    "nothing excluded": Case(
+        recipe({"exclude": "lmhead"}), ("`exclude: lmhead` matches no tensor",), ok=True
+    ),
     "all excluded": wrong({"exclude": "."}, "no tensor takes part", "exclude"),
     "basis": wrong({"basis": "blanced"}, "`basis` is 'blanced': Input should be 'ae', "),
     "M of none": wrong(
@@ -364,9 +362,9 @@ def test_values_are_resolved() -> None:
         found = getattr(resolve_settings(method, given, TASKS), key)
         assert found == value and type(found) is type(value), (method, given)
     for key, value, want in (
-        ("weight", "-0.5", -0.5),
+        ("weight", "-1", -1.0),
         ("num_bases", np.int64(2), 2),
-        ("task", 12, "12"),
+        ("task", 1, "1"),
     ):
         assert check_value(key, value) == want and type(check_value(key, value)) is type(want)
         for wrong in (True, " ", *(() if key == "task" else ("nan", -1e300, np.bool_(True)))):

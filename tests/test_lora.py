@@ -28,7 +28,7 @@ from tvb_mergekit.learn.job import Job, Request
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.plugin.planner import planned
 from tvb_mergekit.tensors import adapter as adapters_of_peft
-from tvb_mergekit.tensors.adapter import CONFIG, MERGE_FIRST, WEIGHTS, Adapter
+from tvb_mergekit.tensors.adapter import CONFIG, MERGE_FIRST, PREFIX, WEIGHTS, Adapter
 from tvb_mergekit.tensors.checkpoint import Checkpoint
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -93,7 +93,7 @@ def check(adapter: Adapter, expected: Mapping[str, Tensor]) -> None:
 
 
 PATTERNS = {
-    "rank_pattern": {"k_proj": 2, "^model.layers.1.self_attn.q_proj": 6, "layers.0.q": 9},
+    "rank_pattern": {"k_proj": 2, "^model.layers.1.self_attn.q_proj": 6, "0.self_attn.q": 9},
     "alpha_pattern": {"layers.1.mlp.up_proj": 3, r"self_attn\.(v|o)_proj": 1},
 }
 WIDE_PATTERNS = {"rank_pattern": {".*proj": 3}, "alpha_pattern": {"v_proj": 5, ".*_proj": 7}}
@@ -253,10 +253,12 @@ def test_names_of_older_files_and_of_the_hub(world, tmp_path):
     old = {re.sub("(lora_[AB])", r"\1.default", key)[len("base_model.model.") :]: value
            for key, value in state.items()}  # fmt: skip
     torch.save(old, folder / "adapter_model.bin")
+    edit_config(folder, fan_in_fan_out=False)  # PEFT's flag is of the last layer
     check(read(base, folder), expected)
-    edit_config(folder, lora_alpha=9)
-    assert read(base, folder).fingerprint() != before
-    edit_config(folder, lora_alpha=8)
+    for key, value, old_value in (("lora_alpha", 9, 8), ("use_rslora", True, False)):
+        edit_config(folder, **{key: value})
+        assert read(base, folder).fingerprint() != before
+        edit_config(folder, **{key: old_value})
     shutil.copytree(base, tmp_path / "short")
     base, expected = (
         {name.removeprefix("transformer."): tensor for name, tensor in each.items()}
@@ -269,7 +271,7 @@ def test_names_of_older_files_and_of_the_hub(world, tmp_path):
 # Refusing
 
 
-Q = "base_model.model.model.layers.0.self_attn.q_proj"
+Q = f"{PREFIX}model.layers.0.self_attn.q_proj"
 A, B = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
 FIRST = re.escape(MERGE_FIRST)  # of what is more than A and B
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # None: no such tensor
@@ -288,6 +290,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # None: no such t
     ({"r": 5}, {}, "lora_A of rank 4 and lora_B of rank 4, expected 5 from adapter_config.json"),
     ({}, {A: torch.full((4, 32), torch.nan)}, "holds 128 NaN and 0 infinite"),
     ({}, {f"{Q}.lora_A.other.weight": torch.ones(4, 32)}, "holds several adapters"),
+    ({}, {f"{PREFIX}x.{key.removeprefix(PREFIX)}": torch.ones(shape)
+          for key, shape in ((A, (4, 32)), (B, (32, 4)))}, "q_proj.weight` under two names"),
 ]  # fmt: skip
 
 
@@ -376,7 +380,7 @@ TO_ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "iso": ("basis_iso", {"basis": "none"}),
     "iso-cts": ("basis_iso", {"basis": "none", "common": 0.8, "lambda": 1.5, "own": UNEVEN}),
     "tsvm": ("basis_tsvm", {"basis": "none"}),
-    "tsvm of bases": ("basis_tsvm", {"basis": "pca", "num_bases": 2}),
+    "tsvm of bases": ("basis_tsvm", {"basis": "pca", "num_bases": 2, "lambda_scale": "tasks"}),
     "wudi": ("basis_wudi", {"basis": "none", "flow_time": 3}),
 }
 

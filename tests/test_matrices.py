@@ -189,7 +189,7 @@ def test_a_model_and_its_transpose_give_one_merge() -> None:
     merges = []
     for state, more in ((found, {}), (other, {"transposed": "."}), (other, {})):
         bases = tvb_mergekit.build(state[0], dict(zip("ab", state[1:], strict=True)), basis="none")
-        merges.append(tvb_mergekit.merge(bases, state[0], "basis_wudi", flow_time=30, **more))
+        merges.append(tvb_mergekit.merge(bases, state[0], "basis_wudi", flow_time="auto", **more))
     for name in start:
         assert torch.allclose(merges[1][name].mT, merges[0][name], atol=1e-6)
         assert not torch.allclose(merges[2][name].mT, merges[0][name], atol=1e-4)

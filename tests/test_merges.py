@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -105,7 +106,7 @@ CASES = {
     "tsvm": Case("mixed dtypes", TSVM, {**PCA, **SCALED}),
     "tsvm, some": Case("llama", TSVM, {**NONE, "matrices": "mlp|embed|norm"}),
     "wudi": Case("gpt2", WUDI, {"basis": "rand_select", "basis_ratio": 0.3}),
-    "wudi, layers": varied(WUDI, NONE, "lambda", False),
+    "wudi, layers": varied(WUDI, {**NONE, "transposed": "up_proj"}, "lambda", False),
     "wudi, exact, adapters": Case("adapters", WUDI, {**BALANCED, "flow_time": "exact"}, TVB),
     "iso, experts": Case("mixtral", ISO, BALANCED, TVB),
     "wudi, weights": Case("mixed formats", WUDI, NONE, own=WEIGHTS),
@@ -181,6 +182,10 @@ def test_equals_the_dense_reference(
     left = set(dense.base) - set(dense.names) - set(models.same)
     assert set(dense.base) - set(models.same) <= set(tensors) <= {*dense.base, *models.same}
     assert facts["num_parameters"] == len(dense.theta) and facts["tasks"] == tasks
+    lengths = [np.linalg.norm(tau) for tau in dense.tau.T]
+    assert [facts["norms"][task] for task in tasks] == pytest.approx(lengths, rel=1e-5)
+    known = 0 if "adapters" in case.models else np.linalg.norm(dense.theta)  # factors need no base
+    assert facts["norms"]["base"] == pytest.approx(known, rel=1e-5)
     assert left == set(facts["left_out"]) - set(models.same)
     assert all(tensor.dtype == torch.float32 for n, tensor in tensors.items() if n not in left)
     assert not key or facts["parameters"][key] == sorted({of_tensor(n) for n in dense.names})
@@ -371,23 +376,21 @@ def test_new_tokens_of_a_union(world: World, tmp_path: Path) -> None:
     assert merge(document, tmp_path / "left").tensors["lm_head.weight"].shape == (98, 32)
 
 
-def test_mergekit_multi_merges_what_it_has_merged(world: World, tmp_path: Path) -> None:
-    models = world("llama").listed
-    base = world("llama").base
-    first = {"name": "first"} | recipe("basis_ta", base, models, **PCA)
-    second = {"name": "second"} | recipe("basis_ties", Path("first"), models, **PCA)
+def test_mergekit_multi_merges_what_it_has_merged(world, tmp_path, monkeypatch):
+    """Each step of ours is what mergekit-yaml writes."""
+    base, models = world("llama").base, world("llama").listed
+    made = {"first": recipe(TA, base, models, **PCA)}
+    made["second"] = recipe(TIES, Path("first"), models, **PCA)
     own = {0: {"weight": 1.0}}
     third = recipe("task_arithmetic", base, ["second"], own, normalize=False, lambda_=0.5)
+    named = [{"name": name} | document for name, document in made.items()]
     words = (tmp_path / "out", "-I", str(tmp_path))
-    out = merge([first, second, third], *words, command="mergekit-multi")
-    one, two = Result(tmp_path / "first"), Result(tmp_path / "second")
-    want = expect(Dense.of(base, models), "basis_ta", PCA, one.basis, TASKS)
-    assert_close(one.tensors, want.tensors, load(base))
-    dense = Dense.of(one.folder, models)
-    want = expect(dense, "basis_ties", PCA, two.basis, TASKS)
-    assert_close(two.tensors, want.tensors, dense.base, want.boundary)
-    dense = Dense.of(base, [two.folder])
-    assert_close(out.tensors, dense.split(dense.theta + 0.5 * dense.tau[:, 0]), dense.base)
+    out = merge([*named, third], *words, command="mergekit-multi").tensors
+    monkeypatch.chdir(tmp_path)  # where `first` and `second` are
+    for name, document in made.items():
+        assert_same(Result(Path(name)), merge(document, Path("alone") / name))
+    dense = Dense.of(base, [Path("second")])
+    assert_close(out, dense.split(dense.theta + 0.5 * dense.tau[:, 0]), dense.base)
 
 
 # What is found on the way

@@ -56,7 +56,7 @@ MERGES: dict[str, tuple[str, dict[str, Any], slice]] = {
     "iso": ("basis_iso", NONE, ALL),
     "wudi": ("basis_wudi", NONE, ALL),
     "pca": ("basis_negate", {**PCA, **FORGET}, ALL),
-    "excluded": ("basis_ta", {"basis": "balanced", "exclude": "mlp"}, ALL),
+    "excluded": ("basis_ties", {**PCA, "exclude": "mlp"}, ALL),
     "tokenizer": ("basis_ta", {**NONE, "extra": TOKENS}, ALL),
     "slices": ("basis_wudi", {**NONE, "layers": [(0, 1), (1, 2), (1, 2)]}, SOME),
 }

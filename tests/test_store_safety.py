@@ -22,6 +22,8 @@ import tvb_mergekit
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store import add as adding
 from tvb_mergekit.store import store
+from tvb_mergekit.store.change import slugs
+from tvb_mergekit.tensors import merging
 
 KINDS = ("grown", "lossless", "sampled", "adapters")
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
@@ -159,6 +161,13 @@ def test_folders_that_are_no_stores_are_refused(here: Path) -> None:
     assert "no such folder" in refused("undo", "nothing")
 
 
+def test_names_of_files() -> None:
+    """Two have not the same, also where case does not count; none leads out of its folder."""
+    found = slugs(["math", "Math", "..", "a/b", "x" * 99, "x" * 98, ""])
+    long = "x" * 60
+    assert found == ["math", "Math-2", "task", "a-b", long, f"{long}-2", "task-2"]
+
+
 HOSTILE = ("../mine.json", "..\\mine.json", "a/b.json", "mine.bin")
 
 
@@ -206,6 +215,7 @@ def test_a_file_that_is_gone_is_one_line(here: Path) -> None:
     assert "missing" in refused("remove", "lossless", "--task", "b")  # and b stays
     tvb("remove", "lossless", "--task", "a")  # the remedy
     tvb("export", "lossless", "out", "--task", "b", "--quiet")
+    assert "missing" in refused("undo", "lossless")
     Path("sampled/numbers-2.safetensors").unlink()
     assert "missing" in refused("merge", "sampled", "out", "--method", "add")
 
@@ -261,6 +271,10 @@ def test_a_change_that_is_refused_leaves_the_store(here: Path) -> None:
     start, before = tiny.load(here / "base"), {k: contents(here / k) for k in KINDS}
     rolled = changed(here / "e", here / "rolled", lambda _, t: t.flatten().roll(1).view_as(t))
     long = changed(here / "e", here / "long", lambda n, t: start[n] + 5 * (t - start[n]))
+    less = shutil.copytree(here / "e", here / "less")
+    state = tiny.load(less)
+    del state["model.norm.weight"]
+    save_file(state, less / "model.safetensors", {"format": "pt"})
     nan = changed(here / "e", here / "nan", lambda n, t: t / 0 if "norm" in n else t)
     for words, told in {
         ("grown", rolled, "--task", "e"): "the base's",
@@ -268,6 +282,8 @@ def test_a_change_that_is_refused_leaves_the_store(here: Path) -> None:
         ("grown", nan, "--task", "e"): "NaN|infinity",
         ("grown", "e", "--task", "a"): "in .*grown already",
         ("grown", "e", "--task", "e", "--budget", 2): "holds 3 bases: give 3 or more",
+        ("sampled", "e", "--task", "e", "--budget", 1): "is 1: expected 2 or more",
+        ("grown", less, "--task", "e"): "`model.norm.weight` is not in .*trained there",
         ("grown", "e", "--task", "e", "--compress", "ae"): "no longer add up .*--force",
         ("grown", "e", "--task", "e", "--base", "b"): "belongs to the base",
         ("lossless", f"{here}/base+{here}/adapter/x", "--task", "a"): "in .*lossless already",
@@ -279,21 +295,27 @@ def test_a_change_that_is_refused_leaves_the_store(here: Path) -> None:
     done = tvb("add", "grown", long, "--task", "e", "--quiet", "--force", "--compress", "ae")
     assert "The errors of the tasks are not known" in done.stdout
     assert store.load("grown").facts.basis_weights is None
+    tvb("remove", "adapters", "--task", "x")
+    assert "'y' is its only task" in refused("remove", "adapters", "--task", "y")
 
 
 def test_a_model_that_is_overwritten_while_it_is_read(here, monkeypatch):
-    writing, weights = adding.written, here / "e/model.safetensors"
+    weights = here / "e/model.safetensors"
 
-    def slow(*args: Any, **more: Any) -> Any:
+    def slow(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
         weights.write_bytes(weights.read_bytes())  # the same inode
-        return writing(*args, **more)
+        return call(*args, **more)
 
-    monkeypatch.setattr(adding, "written", slow)
+    monkeypatch.setattr(adding, "written", partial(slow, adding.written))
+    monkeypatch.setattr(merging, "merge_items", partial(slow, merging.merge_items))
     for kind in ("grown", "lossless"):
         before = contents(here / kind)
         with pytest.raises(UserError, match="was changed after it was opened"):
             tvb_mergekit.add(kind, "base", here / "e", "e")
         assert contents(here / kind) == before
+    made = write(recipe("basis_ta", here / "base", [here / "e"]), here / "out")
+    assert "was changed after it was opened" in refused("merge", made, "out", "--quiet")
+    assert not (here / "out").exists()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs capabilities of Linux")
