@@ -29,7 +29,8 @@ from tvb_mergekit.learn import data as texts
 from tvb_mergekit.learn import gradients, training
 from tvb_mergekit.learn.data import Example, drawn, response_loss
 from tvb_mergekit.learn.statistics import regression_mean
-from tvb_mergekit.store.routing import Routed, routed_parameters, router_of
+from tvb_mergekit.store.gates import linear_layers
+from tvb_mergekit.store.routing import Routed
 
 TASKS = ("math", "code", "chat")
 State = Mapping[str, Tensor]
@@ -436,17 +437,18 @@ WINDOWED = worlds.of("Mistral", sliding_window=3)  # attention sees the last thr
 PROMPTS = ([3, 1, 4, 1, 5, 9], [2, 7, 1], [8, 2, 8, 1, 8])
 
 
-def routed(make: Any, depth: int, bases: int = 3) -> Routed:
+def routed(make: Any, bases: int = 3) -> Routed:
     """A model in float64, with random bases and routers."""
     torch.manual_seed(0)
     model = make().double().eval().requires_grad_(False)
     parameters = dict(model.named_parameters())
     moved, routers = {}, {}
-    for name, mlp in routed_parameters(model).items():
+    for name in (name for name in linear_layers(model) if ".mlp." in name):
         p = parameters[name]
         p += 0.1 * torch.randn_like(p)
         moved[name] = 0.1 * torch.randn(bases, *p.shape, dtype=p.dtype)
-        routers[mlp] = router_of([32] * depth + [bases]).double().requires_grad_(False)
+        router = [torch.randn(bases, 32, dtype=p.dtype), torch.randn(bases, dtype=p.dtype)]
+        routers[name.partition(".mlp.")[0] + ".mlp"] = router
     return Routed(model, routers, moved)
 
 
@@ -456,14 +458,12 @@ def dense_model(made: Routed, prompt: Sequence[int]) -> nn.Module:
     own: nn.Module = AutoModelForCausalLM.from_config(made.model.config).double().eval()
     own.load_state_dict(made.model.state_dict())
     theta = dict(own.requires_grad_(False).named_parameters())
-    for mlp, layers in made.routers.items():
+    for mlp, (weight, bias) in made.routers.items():
         seen = list[Tensor]()
         hook = own.get_submodule(mlp).register_forward_pre_hook(lambda m, x, s=seen: s.append(x[0]))
         own(torch.tensor([prompt]))
         hook.remove()
-        r = seen[0][0].mean(0)
-        for k in range(0, len(layers), 2):
-            r = layers[k].weight @ (r.clamp(min=0) if k else r) + layers[k].bias
+        r = weight @ seen[0][0].mean(0) + bias
         for name, each in made.bases.items():
             if name.startswith(f"{mlp}."):
                 theta[name] += torch.tensordot(r, each, 1)
@@ -480,10 +480,10 @@ def padded(prompts: Sequence[Sequence[int]], left: bool) -> dict[str, Tensor]:
     return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks)}
 
 
-@pytest.mark.parametrize(("make", "depth"), [(llama, 1), (gpt2, 2), (WINDOWED, 1)])
-def test_a_batch_is_what_dense_models_give_one_by_one(make: Any, depth: int) -> None:
-    """Logits, and generation with a cache; `reset` and calls in between: test_routing.py."""
-    there = routed(make, depth)
+@pytest.mark.parametrize("make", [llama, gpt2, WINDOWED])
+def test_a_batch_is_what_dense_models_give_one_by_one(make: Any) -> None:
+    """Logits, and generation with a cache; `reset`: test_routing.py."""
+    there = routed(make)
     how = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     every = [dense_model(there, prompt) for prompt in PROMPTS]
     model = there.route()
@@ -540,19 +540,19 @@ def test_routers_lower_the_loss_of_the_merge(case: Case, method: str, keys: dict
     assert "with routers for its MLPs" in (merged.folder / "README.md").read_text()
 
 
-def test_prompts_alone_depth_checkpointing_and_a_store(case: Case, tmp_path: Path) -> None:
+def test_prompts_alone_checkpointing_and_a_store(case: Case, tmp_path: Path) -> None:
     prompts = {t: [{"prompt": r["prompt"]} for r in each] for t, each in case.records.items()}
     words = data_words(tmp_path, prompts)
     source = case.recipe("forms", basis="balanced", num_bases=2)
     tvb("build", source, tmp_path / "store", "--quiet")
     said = refused("learn", source, "wemoe", *words, "--out", tmp_path / "out")
     assert "`prompt` and `response`" in said
-    words += ["--unlabeled", "--epochs", "2", "--held-out", "0", "--depth", "2"]
+    words += ["--unlabeled", "--epochs", "2", "--held-out", "0"]
     words += ["--learning-rate", "0.01"]
     plain = case.learn(source, "wemoe", "all-prompts", *words)
     told, want = facts(plain.folder), learned(plain.folder, "routers")
-    assert told["unlabeled"] and told["depth"] == 2 and told["learning_rate"] == 0.01
-    assert want["model.layers.0.mlp.router.2.weight"].any()
+    assert told["unlabeled"] and told["learning_rate"] == 0.01
+    assert want["model.layers.0.mlp.router.0.weight"].any()
     less = case.learn(source, "wemoe", "lessened", *words, "--checkpointing")
     for other in (less, case.learn(tmp_path / "store", "wemoe", "stored", *words)):
         assert learned(other.folder, "routers").keys() == want.keys()

@@ -22,7 +22,7 @@ from transformers import DynamicCache
 import tvb_mergekit as library
 from tvb_mergekit import UserError
 from tvb_mergekit.names import looked_at
-from tvb_mergekit.store import router as routing
+from tvb_mergekit.store import gates as routing
 
 TASKS = ("math", "code", "safety")
 FORMS = {"dense": ["--dtype", "float32"], "lossless": ["--lossless"], "sampled": ["--keep", 0.3]}
@@ -103,9 +103,8 @@ def test_scores_are_those_of_dense_float64(
     monkeypatch.setattr(routing, "ENDS", 2)
     live = library.attach(loaded(base), store, base)
     live.route()
-    assert live.router
-    live.router.choose(**batch_of(PROMPTS))
-    found = torch.tensor([[own[task] for task in TASKS] for own in live.router.scores])
+    live.choose(**batch_of(PROMPTS))
+    found = torch.tensor([[own[task] for task in TASKS] for own in live.scores])
     texts = routing.plain_texts(loaded(base), base)
     assert len(texts) > len(routing.plain_texts(loaded(base), None)) > 0
     assert (found - reference(base, store, PROMPTS, texts)).abs().max() < 0.2  # of a flat spectrum
@@ -135,10 +134,9 @@ def test_adapters_that_began_at_random_are_told_apart(tmp_path: Path) -> None:
     tvb("build", path, tmp_path / "store", "--quiet")
     live = library.attach(loaded(base), tmp_path / "store", base)
     live.route()
-    assert live.router
     for number, task in enumerate(TASKS):
-        live.router.choose(input_ids=prompts(number, 40))
-        assert sum(max(own, key=own.__getitem__) == task for own in live.router.scores) >= 38
+        live.choose(input_ids=prompts(number, 40))
+        assert sum(max(own, key=own.__getitem__) == task for own in live.scores) >= 38
 
 
 def by_last_token(gate: Any, given: Any) -> Tensor:
@@ -171,24 +169,12 @@ def test_each_sequence_has_the_weights_of_its_task(
         output = model(**batch)
         for row, k in zip(output.logits, some, strict=True):
             torch.testing.assert_close(row[-len(PROMPTS[k]) :], logits[k], rtol=1e-4, atol=1e-4)
-        assert live.router and live.router.chosen == [CHOSEN[k] for k in some]
+        assert live.chosen == [CHOSEN[k] for k in some]
         for beams in (1, 2):
             given = {key: batch[key] for key in ("input_ids", "attention_mask")}
             found = model.generate(**given, **how, num_beams=beams)
             ends = [row[batch["input_ids"].shape[1] :].tolist() for row in found]
             assert ends == [said[k][beams] for k in some]
-        # A cache keeps what its prompts chose, whatever came in between
-        model(torch.tensor([PROMPTS[1]]))
-        following = output.logits[:, -1:].argmax(-1)
-        mask = torch.cat([batch["attention_mask"], torch.ones(len(some), 1).long()], 1)
-        given = {"attention_mask": mask, "position_ids": batch["position_ids"][:, -1:] + 1}
-        after = partial(model, following, past_key_values=output.past_key_values, **given)
-        if form != "lora" and len({CHOSEN[k] for k in some}) > 1:
-            with pytest.raises(UserError, match="share no cache"):
-                after()
-            continue
-        for row, k in zip(after().logits[:, 0].argmax(-1).tolist(), some, strict=True):
-            assert row == said[k][1][1]
     assert live.reset() is model
     assert all(torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
     assert not any("forward" in vars(module) for module in model.modules())
@@ -198,24 +184,27 @@ def test_what_is_refused_or_ends_routing(stored: Any, monkeypatch: Any, capfd: A
     base, _, store = stored("llama", "lossless")
     live = library.attach(model := loaded(base), store, base)
     monkeypatch.setattr(routing.Gate, "scores", by_last_token)
-    before = model(torch.tensor([[1, 2]])).past_key_values
     batch = batch_of(PROMPTS)
     for said, call in (
-        ("of prompts that were not", lambda: model(torch.tensor([[1]]), past_key_values=before)),
-        ("share no cache", lambda: model(**batch, past_key_values=DynamicCache())),
+        ("begin with prompts", lambda: model(**batch, past_key_values=DynamicCache())),
         ("no common loss", lambda: model(**batch, labels=batch["input_ids"])),
-        ("no task 'mth'", lambda: live.route("mth")),
-        ("is not a number", lambda: live.route(threshold=math.nan)),
+        ("no task 'mth'", lambda: live.route(["mth"])),
     ):
         live.route(threshold=0.5)
         with pytest.raises(UserError, match=said):
             call()
     live.route(threshold=2.0, explain=True)
     model(**batch)
-    assert live.router and live.router.chosen == [None] * 4 and live.current == {}
+    assert live.chosen == [None] * 4 and live.current == {}
     assert capfd.readouterr().err.count("the base: ") == 4
     assert "forward" in vars(model) and "forward" not in vars(live.use("math"))
     other, _, adapters = stored("llama", "lora")
+    flat = library.attach(loaded(other), adapters, other).route()
+    layer = flat.get_submodule("model.layers.0.self_attn.v_proj")
+    layer.register_forward_pre_hook(lambda module, args: (args[0].flatten(0, 1),), prepend=True)
+    layer.register_forward_hook(lambda module, args, y: y.view(4, -1, y.shape[-1]), prepend=True)
+    with pytest.raises(UserError, match="for 4 prompts, as of experts"):  # of which sequence?
+        flat(**batch)
     edited = library.attach(loaded(other), adapters, other).route()
     edited.double()
     with pytest.raises(UserError, match="is not what was attached"):  # though no weights change
@@ -246,11 +235,12 @@ def test_gates_come_and_go_with_their_task(stored: Any, tmp_path: Path) -> None:
     live = library.attach(loaded(base), tmp_path / "grown", base)
     ids = torch.tensor([[1, 2, 3]])
     live.route()(ids)
-    assert live.router and live.router.gate.tasks == [*TASKS]
+    assert live.gate.tasks == [*TASKS]
     live.route(["code", "code", "math"])
-    assert live.router.gate.tasks == ["code", "math"]
+    assert live.gate.tasks == ["code", "math"]
     own = {"idle": {}, "math": {name: gate.float() for name, gate in exact.items()}}
-    found = routing.Gate(loaded(base), own, {}, []).scores({"input_ids": ids})
+    texts = routing.plain_texts(model := loaded(base), None)
+    found = routing.Gate(model, own, {}, texts).scores({"input_ids": ids})
     assert found[0, 0] == -math.inf and found.isfinite()[0, 1]  # no gates: never chosen
     (tmp_path / "grown/gates/math-1.safetensors").write_bytes(b"0" * 9)
     with pytest.raises(UserError, match="gates/math-1"):

@@ -189,7 +189,7 @@ def live(folder: Path, store: Path, device: torch.device) -> dict[str, float]:
         "a pass over 100 tokens, s": seconds(lambda: model(prompt), device),
     }
     attached.route()
-    choose = attached.router.choose
+    choose = attached.choose
     return found | {"choosing their task, s": seconds(lambda: choose(input_ids=prompt), device)}
 
 

@@ -51,7 +51,7 @@ STEPS = [
     flag("--checkpointing", help="Less memory for activations, a third more time."),
 ]
 NONNEGATIVE = flag("--nonnegative", help="Learn square roots of the coefficients.")
-BLOCKS, DEPTH = click.IntRange(1, 1000), click.IntRange(1, 2)
+BLOCKS = click.IntRange(1, 1000)
 METHODS: dict[str, tuple[str, list[cli.Body]]] = {
     "fisher": ("Weight entries by their Fisher information.", [
         *MIXTURE,
@@ -77,7 +77,6 @@ METHODS: dict[str, tuple[str, list[cli.Body]]] = {
     "wemoe": ("Learn routers for MLPs; attach(model, OUT).route() in Python uses them.", [
         *STEPS,
         flag("--unlabeled", help="Learn by the entropy of the next token."),
-        option("--depth", type=DEPTH, default=1, help="Layers of a router."),
     ]),
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,10 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.data import drawn
 from tvb_mergekit.learn.job import Job, LearnedMerge
 from tvb_mergekit.learn.training import Descent, moved
-from tvb_mergekit.names import LAYER
+from tvb_mergekit.names import LAYER, MLP
 from tvb_mergekit.store.attach import writing
-from tvb_mergekit.store.routing import ROUTERS, Routed, routed_parameters, router_of
+from tvb_mergekit.store.gates import linear_layers
+from tvb_mergekit.store.routing import ROUTERS, Routed
 from tvb_mergekit.tensors.merging import merge_items
 
 COEFFICIENTS = "coefficients.safetensors"
@@ -200,10 +202,10 @@ def _ordered(values: Tensor) -> Tensor:
 
 def wemoe(job: Job) -> LearnedMerge:
     """Learn R_l for the linear layers in MLPs. All tensors are merged by the recipe."""
-    request, plan = job.request, job.plan
-    descent = Descent(job)
+    plan, descent = job.plan, Descent(job)
     model, parameters = descent.model, descent.parameters
-    mlps = {n: mlp for n, mlp in routed_parameters(model).items() if n in parameters}
+    every = ((name, MLP.match(name)) for name in linear_layers(model) if name in parameters)
+    mlps = {name: found[0] for name, found in every if found}
     if not mlps:
         said = "wemoe routes the linear layers in modules named mlp, ffn or feed_forward"
         raise UserError(f"{said}, and the merge moves none of them; choose another method")
@@ -213,13 +215,12 @@ def wemoe(job: Job) -> LearnedMerge:
     live = [replace(item, out=torch.float32) for item in items]
     merge_items(plan.basis, live, writing(held), plan.engine)
     moved = {name: each.view(-1, *held[name].shape) for name, each in stacked.items()}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(request.seed)
-        sizes = [descent.width] * request.depth + [job.count]
-        routers = {mlp: router_of(sizes) for mlp in dict.fromkeys(mlps.values())}
-    for router in routers.values():  # outputs of 0: the model is the one merged by the recipe
-        for parameter in router.to(plan.engine.device)[-1].parameters():
-            nn.init.zeros_(parameter)
+    # Weight and bias of R_l. Outputs of 0: the first model is the one merged by the recipe
+    shapes = (job.count, descent.width), (job.count,)
+    routers = {
+        mlp: [nn.Parameter(torch.zeros(shape, device=plan.engine.device)) for shape in shapes]
+        for mlp in mlps.values()
+    }
     routed = Routed(model, routers, moved)
 
     def loss_of(ids: Tensor, mask: Tensor, counted: Tensor) -> Tensor:
@@ -228,9 +229,9 @@ def wemoe(job: Job) -> LearnedMerge:
         return descent.loss_of(ids, mask, counted)
 
     routed.route()
-    descent.run_on_all([*nn.ModuleList(routers.values()).parameters()], loss_of)
+    descent.run_on_all([*chain(*routers.values())], loss_of)
     out = {item.name: item.out for item in items}
     found = {name: each.to(out[name]) for name, each in moved.items()}
     for mlp, router in routers.items():
-        found |= {f"{mlp}.router.{key}": each for key, each in router.state_dict().items()}
+        found |= {f"{mlp}.router.0.weight": router[0].data, f"{mlp}.router.0.bias": router[1].data}
     return LearnedMerge(job, None, descent.facts, {ROUTERS: found})

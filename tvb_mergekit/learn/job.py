@@ -70,7 +70,6 @@ class Request:
     blocks: int = 1
     nonnegative: bool = False
     unlabeled: bool = False
-    depth: int = 1
     precision: Literal["float32", "bfloat16"] = "float32"
     checkpointing: bool = False
     spread: bool = False

@@ -5,36 +5,31 @@ Every change begins at theta_0 as it is on disk, never at the current weights, s
 
 from __future__ import annotations
 
-import logging
 import math
 import os
-import threading
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_map
 
 from tvb_mergekit.errors import UserError, listed
-from tvb_mergekit.names import LAYER, OUTPUT_EMBEDDING
 from tvb_mergekit.store import store as stores
 from tvb_mergekit.store.api import Model, base_of, open_model
 from tvb_mergekit.store.export import combine, items_of, task_column
-from tvb_mergekit.store.gates import gates_in
-from tvb_mergekit.store.router import THRESHOLD, Gate, Router, plain_texts, updates_of
-from tvb_mergekit.store.routing import (
-    Routed,
-    end_routing,
-    linear_layers,
-    routed_model,
-    routers_in,
-)
+from tvb_mergekit.store.gates import THRESHOLD, Gate, gates_in, linear_layers, plain_texts, theta_of
+from tvb_mergekit.store.routing import Routed, Routing, end_routing, is_cache, routed_model
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.stream import Item, Sink, StateDict, Weights
 
-ATTACHED = "tvb_attached"  # attribute of a module: the key of the last `Live` that has it
+ATTACHED = "tvb_attached"  # attribute of a module: its layout, of the last `Live` that has it
 
 
 def attach(
@@ -60,34 +55,33 @@ def attach(
     >>> live.reset().weight.tolist()
     [[0.0, 0.0]]
     """
-    if not isinstance(store, Bases) and (file := routers_in(store)):
+    model = getattr(model, "_orig_mod", model)  # without torch.compile
+    if not isinstance(store, Bases) and (routed := routed_model(model, store)):
         check_weights(model, open_model(store))
-        return routed_model(model, file)
+        return routed
     bases = store if isinstance(store, Bases) else stores.load(store)
     return Live(model, bases, base_of(bases, base))
 
 
-class Live:
+@dataclass(eq=False, repr=False)
+class Live(Routing):
     """A loaded model, its base and the store of its tasks; see `attach`. Threads take turns."""
 
-    def __init__(self, model: nn.Module, bases: Bases, base: Weights) -> None:
-        self.model, self.bases, self._base = model, bases, base
-        self.tasks = list(bases.tasks)
-        # Task -> scale. None during a change and after an interruption, which the next one mends.
-        self.current: dict[str, float] | None = {}
-        self.router: Router | None = None
-        self._module: nn.Module = getattr(model, "_orig_mod", model)  # without torch.compile
-        end_routing(self._module)
-        self._live = live = moving_tensors(self._module, bases, base)
-        every = items_of(bases, base, bases.sources)
+    bases: Bases
+    base: Weights
+    # Task -> scale. None during a change and after an interruption, which the next one mends.
+    current: dict[str, float] | None = field(init=False, default_factory=dict)
+    scores: list[dict[str, float]] = field(init=False)  # by task, of each of the last prompts
+    chosen: list[str | None] = field(init=False)  # of each of the last prompts; None: the base
+
+    def __post_init__(self) -> None:
+        self.tasks, self._ones = list(self.bases.tasks), dict[int, Tensor]()
+        end_routing(self.model)
+        self._live = live = moving_tensors(self.model, self.bases, self.base)
+        every = items_of(self.bases, self.base, self.bases.sources)
         self._items = [replace(i, out=live[i.name].dtype) for i in every if i.name in live]
-        self._layout, self._lock = layout_of(self._module), threading.Lock()
-        self._key = vars(self._module)[ATTACHED] = object()
-        left = bases.facts.left_out
-        out = [name for name in left if left[name].startswith(("excluded", "missing"))]
-        if out and any(source.holds == "weight" for source in bases.sources):
-            said = "%s: left out of %s, so the base's; exports have the models' own"
-            logging.getLogger(__name__).warning(said, listed(out), bases.path)
+        self._layout = layout_of(self.model.state_dict(keep_vars=True))
+        vars(self.model)[ATTACHED] = self._layout
 
     def use(self, tasks: str | Mapping[str, float]) -> nn.Module:
         """The model with the weights theta_0 + sum_j scale_j * tau_hat_j, rounded once.
@@ -96,19 +90,51 @@ class Live:
         store leaves out, or aligned with the base's tokenizer. tau_hat_j has no weight of a recipe.
         If a value overflows the model's dtype, the model has the base's weights again.
         """
-        end_routing(self._module)
+        end_routing(self.model)
         return self._change({tasks: 1.0} if isinstance(tasks, str) else dict(tasks))
 
     def reset(self) -> nn.Module:
         """The model with the base's weights, to the bit."""
         return self.use({})
 
+    def _change(self, scales: dict[str, float], again: bool = True) -> nn.Module:
+        """Change the weights; also to those of now, if `again`."""
+        column = torch.zeros(len(self.bases.sources), 1, dtype=torch.float64, device="cpu")
+        for task, scale in scales.items():
+            if not math.isfinite(scale):
+                raise UserError(f"the scale of {task!r} is {scale}; give a finite number")
+            column += scale * task_column(self.bases, task)
+        read = [s for s, scale in zip(self.bases.sources, column, strict=True) if scale]
+        with self._lock:
+            if vars(self.model).get(ATTACHED) is not self._layout:
+                raise UserError("a later `attach` of this model has replaced this one: use that")
+            layout = layout_of(self.model.state_dict(keep_vars=True))
+            if changed := layout.items() ^ self._layout.items():
+                said = f"`{min(dict(changed))}` is not what was attached (moved, cast, wrapped?)"
+                raise UserError(f"{said}; load the base's weights, and `attach` again")
+            if not again and self.current == scales:
+                return self.model
+            for weights in (self.base, *read):
+                weights.check_unchanged()
+            self.current = None
+            try:
+                # On the CPU wherever the model is: a GPU's sums may differ in the last bit
+                combine(self._items, column, writing(self._live))
+                for weights in (self.base, *read):
+                    weights.check_unchanged()
+            except UserError:
+                combine(self._items, torch.zeros_like(column), writing(self._live))
+                self.current = {}
+                raise
+            self.current = scales
+        return self.model
+
     def route(
         self, tasks: str | Sequence[str] = (), threshold: float = THRESHOLD, explain: bool = False
     ) -> nn.Module:
         """The model, which chooses a task for each prompt that it or `generate` is called with.
 
-        Half a pass of the base finds it by the weights; see `store.router`. A batch is grouped by
+        Half a pass of the base finds it by the weights; see `store.gates`. A batch is grouped by
         tasks, and the weights change for each. If all tasks are adapters of linear layers, no
         weights change: each sequence gets the updates of its task. `use` and `reset` end it.
 
@@ -116,69 +142,80 @@ class Live:
             tasks: to choose from; by default all.
             threshold: how far the best score must be above all others and above 0, that of
                 texts of no task; else the base answers.
-            explain: print the scores. `live.router` has the last ones as `scores`, and `chosen`.
+            explain: print the scores.
         """
-        if math.isnan(threshold):
-            raise UserError("`threshold` is not a number")
         self.reset()
-        names = [tasks] if isinstance(tasks, str) else [*dict.fromkeys(tasks or self.tasks)]
-        if self.router is None or self.router.gate.tasks != names:
-            self.router = self._router(names)
-        self.router.threshold, self.router.explain = threshold, explain
-        self.router.route()
-        return self.model
-
-    def _router(self, tasks: Sequence[str]) -> Router:
         if not self.bases.whole:
             raise UserError(f"{self.bases.path} holds bases: `route` needs a store of all tasks")
-        linear, numbers = linear_layers(self._module), [self.bases.index(t) for t in tasks]
-        gates = {task: gates_in(self.bases, task, linear) for task in tasks}
+        names = [tasks] if isinstance(tasks, str) else [*dict.fromkeys(tasks or self.tasks)]
+        linear, numbers = linear_layers(self.model), [self.bases.index(name) for name in names]
+        gates = {name: gates_in(self.bases, name, linear) for name in names}
         if not any(gates.values()):
-            raise UserError(f"{listed(tasks)}: no linear layer changed, so prompts show none")
-        updates = updates_of(self._items, numbers, linear)
-        theta = self._seen({*chain(*gates.values())}) if updates is None else {}
-        texts = plain_texts(self._module, self._base.folder)
-        gate = Gate(self._module, gates, theta, texts)
-        return Router(gate, lambda task: self._change({task: 1.0} if task else {}, False), updates)
-
-    def _seen(self, gates: Collection[str]) -> dict[str, Tensor]:
-        """Copies of the base's tensors for a pass up to the last matrix with a gate."""
-        places = {n: (m[2], int(m[3])) for n in self._live if (m := LAYER.match(n))}
-        last = dict(sorted(places[name] for name in gates if name in places))  # of each stack
-        later = {n for n, (stack, number) in places.items() if number > last.get(stack, number)}
-        every = (n for n in self._live if n not in later and not OUTPUT_EMBEDDING.search(n))
-        return {name: self._live[name].clone() for name in every}
-
-    def _change(self, scales: dict[str, float], again: bool = True) -> nn.Module:
-        """Change the weights; also to those of now, if `again`."""
-        with self._lock:
-            if vars(self._module).get(ATTACHED) is not self._key:
-                raise UserError("a later `attach` of this model has replaced this one: use that")
-            if changed := layout_of(self._module).items() ^ self._layout.items():
-                said = f"`{min(dict(changed))}` is not what was attached (moved, cast, wrapped?)"
-                raise UserError(f"{said}; load the base's weights, and `attach` again")
-            try:
-                if again or self.current != scales:
-                    self._write(scales)
-            except UserError:
-                if self.current is None:  # some tensors are written
-                    self._write({})
-                raise
+            raise UserError(f"{listed(names)}: no linear layer changed, so prompts show none")
+        moved = [i for i in self._items if any(part.factors != () for part in i.inputs)]
+        self._added = all(item.factored and item.name in linear for item in moved)
+        theta = {} if self._added else theta_of(self._live, {*chain(*gates.values())})
+        self.gate = Gate(self.model, gates, theta, plain_texts(self.model, self.base.folder))
+        self.threshold, self.explain = threshold, explain
+        pairs = {i.name: [(u.left, u.right) for u in i.updates()] for i in moved if self._added}
+        self._route({name: [own[k] for k in numbers] for name, own in pairs.items()})
         return self.model
 
-    def _write(self, scales: dict[str, float]) -> None:
-        column = torch.zeros(len(self.bases.sources), 1, dtype=torch.float64, device="cpu")
-        for task, scale in scales.items():
-            column += scale * task_column(self.bases, task)
-        read = [s for s, scale in zip(self.bases.sources, column, strict=True) if scale]
-        for weights in (self._base, *read):
-            weights.check_unchanged()
-        self.current = None
-        # On the CPU wherever the model is: what an accelerator adds up may differ in the last bit.
-        combine(self._items, column, writing(self._live))
-        for weights in (self._base, *read):
-            weights.check_unchanged()
-        self.current = scales
+    def choose(self, **given: Any) -> list[str | None]:
+        """The task of each prompt, by the arguments of a call, after `route`."""
+        main = getattr(self.model, "main_input_name", "")  # `generate` calls it `inputs`
+        given = {main if key == "inputs" else key: value for key, value in given.items()}
+        self._ones = {}
+        with self._inside():
+            scores = self.gate.scores(given)
+        self.scores = [dict(zip(self.gate.tasks, row, strict=True)) for row in scores.tolist()]
+        self.chosen = []
+        for own in self.scores:
+            best, *others = sorted(own, key=own.__getitem__, reverse=True)
+            ahead = own[best] - max([0.0, *(own[task] for task in others)])
+            self.chosen.append(best if ahead > self.threshold else None)
+            if self.explain:
+                told = ", ".join(f"{task} {own[task]:.2f}" for task in (best, *others))
+                print(f"{self.chosen[-1] or 'the base'}: {told}", file=sys.stderr)
+        return self.chosen
+
+    def _answer(self, call: Callable[..., Any], given: dict[str, Any]) -> Any:
+        """The output for the prompts of one task after another, or for all of them at once."""
+        chosen = self.choose(**given)
+        groups = {task: [k for k, own in enumerate(chosen) if own == task] for task in chosen}
+        if self._added:
+            tasks = ((m, task) for m, task in enumerate(self.gate.tasks) if task in groups)
+            self._ones = {m: torch.tensor([float(own == t) for own in chosen]) for m, t in tasks}
+            groups = {None: [*range(len(chosen))]}
+        split = {k: v for k, v in given.items() if isinstance(v, Tensor) and v.dim() > 1}
+        outputs = []
+        for task, rows in groups.items():
+            self._change({} if task is None else {task: 1.0}, again=False)
+            own = {key: v[rows] for key, v in split.items() if len(v) == len(chosen)}
+            outputs.append(call(**given | own))
+        if len(outputs) == 1:
+            return outputs[0]
+        config = given.get("generation_config") or getattr(self.model, "generation_config", self)
+        ends = vars(config) | given
+        fillers = ends.get("pad_token_id"), ends.get("eos_token_id"), 0  # as `generate` does
+        filler = next(filler for filler in fillers if filler is not None)
+        order = torch.tensor([*chain(*groups.values())]).argsort()
+        join = partial(joined, order, filler if isinstance(filler, int) else filler[0])
+        return tree_map(join, *outputs, is_leaf=is_cache)
+
+    def _used(self, name: str) -> Mapping[int, Tensor]:
+        return self._ones
+
+
+def joined(order: Tensor, filler: int, *parts: Any) -> Tensor | None:
+    """The outputs of groups as one; shorter texts end with `filler`."""
+    if not isinstance(parts[0], Tensor):  # no call goes on with a cache
+        return None
+    if parts[0].dim() < 2:
+        raise UserError("prompts of several tasks have no common loss: leave `labels` out")
+    rows = pad_sequence([*chain(*parts)], True, filler).unflatten(0, (len(order), -1))
+    found: Tensor = rows[order.to(rows.device)].flatten(0, 1)
+    return found
 
 
 def writing(live: Mapping[str, Tensor]) -> Sink:
@@ -196,16 +233,11 @@ def writing(live: Mapping[str, Tensor]) -> Sink:
     return write
 
 
-def layout_of(model: nn.Module) -> dict[str, object]:
-    """Memory, dtype, shape and strides of each parameter and stored buffer, under all its names."""
+def layout_of(state: Mapping[str, Any]) -> dict[str, tuple[object, ...]]:
+    """Memory, dtype, shape and strides of each tensor, which tied ones share."""
     # Buffers that are not stored may change: some rotary embeddings replace theirs as they run.
-    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    return {n: (_memory(t), t.dtype, t.shape, t.stride()) for n, t in state.items()}
-
-
-def _memory(tensor: Tensor) -> object:
-    """A key of a tensor's memory, which tied tensors share."""
-    return (tensor.device, tensor.data_ptr()) if tensor.numel() else id(tensor)
+    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    return {n: (t.device, t.data_ptr(), t.dtype, t.shape, t.stride()) for n, t in tensors.items()}
 
 
 def moving_tensors(model: nn.Module, bases: Bases, base: Weights) -> dict[str, Tensor]:
@@ -219,12 +251,12 @@ def moving_tensors(model: nn.Module, bases: Bases, base: Weights) -> dict[str, T
         said = f"in memory the model names {listed(missing)} otherwise than the base's files"
         raise UserError(f"{said}; load it from there, by the class that its config.json names")
     check_weights(model, base)
-    given = base.state.values() if isinstance(base, StateDict) else ()
-    if {*map(_memory, given)} & {*map(_memory, state.values())}:
+    layout, own = layout_of(state), layout_of(base.state if isinstance(base, StateDict) else {})
+    if {*layout.values()} & {*own.values()}:
         raise UserError("the base is the model's own memory: give copies of its tensors")
     first, moving = dict[object, str](), dict[str, Tensor]()
-    for name in (name for name in held if name in state):
-        other = first.setdefault(_memory(state[name]), name)
+    for name in (name for name in held if name in layout):
+        other = first.setdefault(layout[name], name)
         if held[other] != held[name]:
             state[name] = untie(model, name)
         elif other != name:
@@ -247,12 +279,11 @@ def check_weights(model: nn.Module, base: Weights) -> None:
     """Raise UserError if shapes or sampled weights differ from the base, in the model's dtype."""
     state = model.state_dict()
     for name, start, stop in (sample for sample in base.samples() if sample[0] in state):
-        tensor, info = state[name], base.tensors[name]
-        if tensor.is_meta:
-            raise UserError(f"the model's weights `{name}` are on `meta` (offloaded?); load them")
-        want = base.read(name, start, stop, torch.empty(stop - start, dtype=info.dtype))
+        tensor, shape = state[name], base.tensors[name].shape
+        same = tensor.shape == shape and not tensor.is_meta
         places = torch.arange(start, stop, device=tensor.device)
-        same = tensor.shape == info.shape
-        if not (same and tensor.take(places).cpu().equal(want.to(tensor.dtype))):
-            shapes = f"{list(tensor.shape)} are not the base's {list(info.shape)}"
-            raise UserError(f"the model's weights `{name}` {shapes}; attach before any change")
+        want = base.elements(name, start, stop).to(tensor.dtype)
+        if not (same and tensor.take(places).cpu().equal(want)):
+            found = f"{list(tensor.shape)} on {tensor.device}"
+            said = f"the model's weights `{name}` {found} are not the base's {list(shape)}"
+            raise UserError(f"{said}; load them, and attach before any change")

@@ -63,19 +63,18 @@ class Served(HFLM):
         **others: Any,
     ) -> Sequence[Any]:
         """The answers to requests; the weights change once for each task."""
-        if self.live is None or self.live.router is None:
+        if (live := self.live) is None:
             return answer(requests, *args, **others)
-        self.live.reset()
-        router = self.live.router
+        live.reset()
 
         @cache  # choices of one question have one context
         def choose(*tokens: int) -> str | None:
-            return router.choose(input_ids=torch.tensor([tokens], device=self.device))[0]
+            return live.choose(input_ids=torch.tensor([tokens], device=self.device))[0]
 
         places, found = defaultdict[str | None, list[int]](list), dict[int, Any]()
         for place, context in enumerate(contexts):
             places[choose(*context)].append(place)
         for task, own in places.items():
-            self.live.use({task: 1.0} if task else {})
+            live.use({task: 1.0} if task else {})
             found |= zip(own, answer([requests[k] for k in own], *args, **others), strict=True)
         return [found[place] for place in range(len(requests))]
