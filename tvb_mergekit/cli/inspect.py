@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -113,9 +112,8 @@ def _choices(facts: Facts, found: Numbers) -> Sheet:
     return Sheet("Energy that M bases can retain", ("M", "best %", "balanced %"), rows)
 
 
-def plot(facts: Facts, found: Numbers, path: str | os.PathLike[str]) -> None:
-    """Draw the figure into `path`, a .png, .svg or .pdf file, which replaces it at the end."""
-    target = Path(path)
+def plot(facts: Facts, found: Numbers, target: Path) -> None:
+    """Draw the figure into a .png, .svg or .pdf file, which replaces it at the end."""
     write_file(target, rendered(partial(_figure, facts, found), target.suffix.lower()[1:]))
 
 

@@ -92,7 +92,7 @@ def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
     facts, tensors = _facts_of(path, values)
     found = inspected(facts, tensors, built=not os.path.isfile(path))
     if plot:
-        draw(facts, found, plot)
+        draw(facts, found, target)
     if as_text:
         click.echo(json.dumps(found, indent=2))
     else:
@@ -254,20 +254,19 @@ def merge(
     """
     dtype = cli.dtype_of(values.pop("dtype"))
     if lora:
+        ranks.one_only("tvb merge --lora")
+    elif dtype:
+        raise UserError("--dtype is for adapters: add --lora, or give `dtype` in the recipe")
+    device, quiet = str(cli.device_of(values["device"])), values["quiet"] or not ranks.leads()
+    document = cli.document_of(recipe, method, base)
+    if lora:
         import torch
 
-        ranks.one_only("tvb merge --lora")
-        document = cli.document_of(recipe, method, base)
         from tvb_mergekit.plugin.inputs import merge_to_adapter
 
         merge_to_adapter(document, out, dtype or torch.float32, cli.model_options(values))
         click.echo(f"Written to {out}")
         return
-    if dtype:
-        raise UserError("--dtype is for adapters: add --lora, or give `dtype` in the recipe")
-    device = str(cli.device_of(values["device"]))
-    quiet = values["quiet"] or not ranks.leads()
-    document = cli.document_of(recipe, method, base)
     from tvb_mergekit.plugin.run import merge as write
 
     write(document, out, cli.model_options(values, device=device, quiet=quiet))

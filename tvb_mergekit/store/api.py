@@ -160,7 +160,8 @@ def merge(
         parameters: The recipe's keys for merging: `lambda_` for `lambda`, `density`, `exclude`, ...
             Over a store of all tasks also those of bases; without them all task vectors merge.
     """
-    given, found = _plain(parameters), base_of(bases, base, dtype)
+    found = base_of(bases, base, dtype)
+    given = {key.rstrip("_"): value for key, value in parameters.items()}
     settings, engine = bases.merge_settings(method, given), Engine(device_of(device))
     settings = settings_over(found, settings.or_all_tasks() if bases.whole else settings)
     varying = {key: spec.default_for(method) for key, spec in VARYING_KEYS.items()}
@@ -195,16 +196,12 @@ def base_of(bases: Bases, base: Model | None = None, dtype: torch.dtype | None =
     return found
 
 
-def _plain(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe's keys: `lambda_` is `lambda`."""
-    return {key.rstrip("_"): value for key, value in keys.items()}
-
-
 def _inputs(
     base: Model, models: Mapping[str, Model], weights: Mapping[str, float], settings: dict[str, Any]
 ) -> TaskSet:
     """The models as a task set. Warn of tensors that are left out of it."""
-    found, tasks, given = open_model(base), list(models), _plain(settings)
+    found, tasks = open_model(base), list(models)
+    given = {key.rstrip("_"): value for key, value in settings.items()}  # `lambda_` is `lambda`
     check_tasks(tasks, names := [name_of(model, task) for task, model in models.items()])
     for task in weights:
         check_known(task, tasks, f"`weights` names the unknown task {task!r}")

@@ -6,7 +6,6 @@ A lossless store gives each model as it was. `files/NAME/` holds the other tenso
 
 from __future__ import annotations
 
-import filecmp
 import json
 import logging
 import re
@@ -27,16 +26,9 @@ from tvb_mergekit.store.change import slugs
 from tvb_mergekit.store.facts import StoredFile, check_files, record_of
 from tvb_mergekit.store.report import OURS, section, vectors
 from tvb_mergekit.store.store import Bases
+from tvb_mergekit.tensors import output
 from tvb_mergekit.tensors.checkpoint import TOKENIZER_FILES, say_untied
 from tvb_mergekit.tensors.coding import Coded, keep
-from tvb_mergekit.tensors.output import (
-    FolderWriter,
-    check_disk,
-    check_output_folder,
-    into,
-    plan_shards,
-    staged,
-)
 from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -106,17 +98,17 @@ def export(
     whose reconstruction is far from it.
     """
     columns = [task_column(bases, task) for task in tasks]
-    check_output_folder(out)
-    check_disk(out, len(tasks) * sum(info.nbytes for info in base.tensors.values()))
+    output.check_output_folder(out)
+    output.check_disk(out, len(tasks) * sum(info.nbytes for info in base.tensors.values()))
     for line in filter(None, (lost_of(bases, task) for task in tasks)):
         LOG.warning("%s", line)
-    with staged(out) as folder:
+    with output.staged(out) as folder:
         for task, column, slug in zip(tasks, columns, slugs(tasks), strict=True):
             place, exact = folder / slug if every else folder, original(bases, task, base)
             made = items_of(bases, base, bases.sources), companions(base.folder)
             items, files = exact or made
-            writer = FolderWriter(place, plan_shards(items), {"format": "pt"})
-            combine(items, column, into(writer), engine)
+            writer = output.FolderWriter(place, output.plan_shards(items), {"format": "pt"})
+            combine(items, column, output.into(writer), engine)
             for name, file in files.items():
                 (place / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, place / name)
@@ -173,8 +165,8 @@ def write_original(
     rest, counted = [], {*inputs.names} - {*foreign}
     for name in (name for name in source.in_file if name not in counted):
         fits = name in base.in_file and base.tensors[name].shape == source.tensors[name].shape
-        own, near = copied(source, name), Part.of(base, name) if fits else None
-        rest.append(replace(own, base=near, inputs=own.parts))
+        item, near = copied(source, name), Part.of(base, name) if fits else None
+        rest.append(replace(item, base=near, inputs=item.parts))
     if rest:
         keep({folder / REST: REST}, rest, engine=engine, title="Rest")
     files = companions(source.folder)
@@ -182,12 +174,11 @@ def write_original(
         files = companions(base.folder) | files
     for name, file in files.items():
         shutil.copyfile(file, folder / name.replace("/", "%2F"))
-    known = {(Path(each.file).name, each.xxh3_128): each for each in held}
-    kept = [record_of(store, f"{place}/{file.name}") for file in sorted(folder.iterdir())]
-    for k, each in enumerate(kept):
-        file, twin = store / each.file, known.get((Path(each.file).name, each.xxh3_128))
-        if twin and filecmp.cmp(file, store / twin.file, shallow=False):
-            kept[k] = twin
+    kept, known = [], {(Path(each.file).name, each.xxh3_128): each for each in held}
+    for file in sorted(folder.iterdir()):
+        own = record_of(store, f"{place}/{file.name}")
+        kept.append(known.get((file.name, own.xxh3_128), own))
+        if kept[-1] is not own:
             file.unlink()
     with suppress(OSError):
         folder.rmdir()

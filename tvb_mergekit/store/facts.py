@@ -174,10 +174,8 @@ def read_facts(file: Path, kind: type[Kind]) -> Kind:
         if found.pop(CHECKSUM, None) != _checksum(found):
             raise ValueError("its checksum differs: the file was changed")
         return kind.model_validate(found)
-    except pydantic.ValidationError as error:
-        why = complaints(error)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        why = str(error)
+        why = complaints(error) if isinstance(error, pydantic.ValidationError) else str(error)
     raise UserError(f"{file} cannot be read ({why}); restore it from a copy, or build it again")
 
 
@@ -217,7 +215,7 @@ def check_files(store: Path, files: Iterable[StoredFile], checksums: bool = Fals
         elif not path.is_file():
             why = f"missing, and {STORE} names it"
         elif path.stat().st_size != each.bytes or (
-            checksums and checksum_of(path) != each.xxh3_128
+            checksums and record_of(store, each.file) != each
         ):
             why = f"its size or checksum is not the one in {STORE}"
         else:
