@@ -21,7 +21,7 @@ from tiny import load
 from torch import Tensor
 
 from tvb_mergekit.cli import commands as cli
-from tvb_mergekit.store.recipes import templates
+from tvb_mergekit.store.recipes import recipe_of
 from tvb_mergekit.store.store import load as load_store
 
 MODULES = {
@@ -102,7 +102,7 @@ def write(recipes: Mapping[str, Any] | Sequence[Mapping[str, Any]], out: Path) -
 def ready(store: Path, name: str) -> dict[str, Any]:
     """The recipe of `tvb merge STORE --method NAME`, to be changed and written elsewhere."""
     bases = load_store(store)
-    return templates(bases.facts, str(store), bases.base_name)[name]
+    return recipe_of(bases.facts, name, str(store), bases.base_name)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -27,7 +27,7 @@ MUTATIONS = [
     ("basis.py", "(self.num_bases * self.scale)", "self.num_bases"),
     ("methods/wudi.py", "square.diagonal().mul_(share)", "pass"),
     ("methods/wudi.py", "columns and min(shares) == 1", "columns"),
-    ("online.py", "float(weights.sum()) / size", "float(weights.sum()) / budget"),
+    ("online.py", "float(own.sum()) / size", "float(own.sum()) / budget"),
     ("gram.py", "add_(rest @ rest.T)", "add_(0)"),
     ("gram.py", "gram=self.gram * torch.outer(w, w)", "gram=self.gram * w"),
     ("basis.py", "norm > WRONG_BASE_RATIO * base_norm", "norm > base_norm"),

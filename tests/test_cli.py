@@ -176,7 +176,7 @@ REFUSED: dict[str, str] = {
     "buildd": "No such command 'buildd'. Did you mean 'build'?",
     "build nope.yml out": "File 'nope.yml' does not exist (see `tvb build --help`)",
     "build recipe.yml ''": "the path '' is empty (an unset variable?)",
-    "inspect nope": "nope is not a store (no such folder or file",
+    "inspect nope": "nope is not a store (no store.json of ours, from ",
     "build recipe.yml base": "already holds",
     "build recipe.yml out --device gpu": "device `gpu` cannot be used here: Expected one of cpu",
     "export store math --task math": "already holds",
@@ -231,7 +231,9 @@ def test_a_base_that_has_moved_where_mergekit_would_split_its_name(here: Path) -
         (here / name).rename(folder / name)
     store = folder / "store"
     facts = read_facts(store / "store.json", StoreFacts)
-    moved = {"base_path": str(here / "base"), "base_beside": None}
+    moved = {
+        "base_path": str(here / "base"),
+    }
     write_facts(store / "store.json", facts.model_copy(update=moved))
     export = ["export", store, "out", "--task", "math"]
     assert "base: no such folder" in (said := refused(*export)) and "--base" in said

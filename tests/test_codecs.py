@@ -253,8 +253,8 @@ def test_vectors_come_back(case: str, tmp_path: Path, monkeypatch: Any) -> None:
     made = replace(made, base=there / "in/base", listed=[
         str(model).replace(str(here), str(there)) for model in made.listed
     ])  # fmt: skip
-    tvb("export", there / "store", "all", "--all", "--quiet")
-    tvb("export", "../there/store", "one", "--task", "chat", "--quiet")
+    tvb("export", there / "store", "all", "--all", "--quiet", "--base", made.base)
+    tvb("export", "../there/store", "one", "--task", "chat", "--quiet", "--base", made.base)
     assert contents(Path("one")) == contents(Path("all/chat"))
     for k, each in enumerate(facts.vectors):
         check_export(made, k, found[k], each.codec, Path("all") / each.name)
@@ -313,7 +313,7 @@ def test_a_task_joins_leaves_and_comes_back(case: str, tmp_path: Path) -> None:
     alike(stores.load(store), whole, base)
     tvb("add", store, made.listed[0], "--task", "again", "--budget", 3, "--force", "--quiet")
     bases = stores.load(store)
-    assert bases.num_bases == 3 and not bases.whole and bases.tasks == [*FOUR, "again"]
+    assert bases.num_bases == 3 and not bases.facts.whole and bases.tasks == [*FOUR, "again"]
     known = {error is not None for error in bases.facts.errors.values()}
     assert known == {case != "sampled"}
     names = bases.facts.tensors

@@ -6,12 +6,11 @@ of `balanced`, which the formulas leave open, is taken from the product and chec
 
 from typing import Any
 
-import commands
 import numpy as np
 import pytest
 import reference
 import torch
-from commands import assert_close, merge, ready
+from commands import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Array, Dense
@@ -218,7 +217,7 @@ def check_stream(bases: Bases, base: State, tau: Array, unit: float, known: bool
         room = 4 * count**1.5 * unit * scale
         assert np.linalg.norm(stored @ np.array(weights) - tau.sum(axis=1)) <= room
         np.testing.assert_allclose(sum(weights), count, rtol=1e-12)
-        keys: dict[str, Any] = {"basis": "none"} if bases.whole else {}
+        keys: dict[str, Any] = {"basis": "none"} if bases.facts.whole else {}
         merged = tvb.merge(bases, base, lambda_=0.5, lambda_scale="tasks", **keys)["w"]
         assert np.linalg.norm(merged.double().numpy() - 0.5 * tau.sum(axis=1)) <= room
     assert ("gram" in bases.tensors) == known == (bases.facts.loss is not None)
@@ -263,31 +262,3 @@ def test_streams_of_vectors_that_are_hard(tasks, dtype, seed, budget, begin):
         # G is known for as long as every basis before this step was a task vector
         known = singles and i <= budget
         check_stream(bases, base, tau[:, : i + 1], UNITS[dtype], known)
-
-
-# The commands
-
-
-FILTERS = [{"filter": "mlp", "value": 1}, {"value": 0.5}]
-
-
-@pytest.mark.parametrize("given", [0.8, None, FILTERS])
-def test_a_lambda_of_bases_keeps_its_meaning_when_the_store_grows(given, tmp_path, world):
-    """Also over the exported recipes, whose sum is then that of all task vectors."""
-    made, store = world("llama"), tmp_path / "s"
-    keys = {"basis": "balanced", "num_bases": 2} | ({} if given is None else {"lambda": given})
-    made.build(store, tasks=made.tasks[:4], **keys)
-    before = ready(store, "add")["parameters"]
-    assert before == {"lambda": 0.4 if given is None else given, "lambda_scale": "bases"}
-    filters = [{"filter": "mlp", "value": 0.5}, {"value": 0.25}]
-    want = filters if given is FILTERS else {0.8: 0.4, None: 0.2}[given]
-    for task in made.tasks[4:]:
-        commands.tvb("add", store, made.models[task], "--task", task, "--quiet")
-        assert ready(store, "add")["parameters"] == {"lambda": want, "lambda_scale": "tasks"}
-    bases, names = tvb.load(store), list(made.states[0])
-    dense = Dense(made.states[0], made.states[1:], names)
-    check_errors(bases, matrix_of(bases), dense.tau)
-    if given is None:
-        merged = merge({**ready(store, "add"), "dtype": "float32"}, tmp_path / "add").tensors
-        expected = dense.theta + 0.2 * dense.tau.sum(axis=1)
-        assert_close(merged, dense.split(expected), made.states[0], strict=1e-5)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tvb_mergekit.errors import UserError, check_known, refusing, unwinding
+from tvb_mergekit.errors import UserError, refusing, unwinding
 from tvb_mergekit.progress import bars, logging_above_bars
 from tvb_mergekit.store import STORE
 from tvb_mergekit.tensors import ranks
@@ -194,14 +194,14 @@ def document_of(recipe: str, method: str | None, base: str | None) -> Document:
             raise UserError(f"{recipe} is a recipe: --method and --base belong to a STORE")
         return read_recipe(recipe)
     from tvb_mergekit.store.api import base_of
-    from tvb_mergekit.store.recipes import templates
+    from tvb_mergekit.store.recipes import recipe_of
     from tvb_mergekit.store.store import load
 
     bases = load(recipe)
     base_of(bases, base)  # raises for another
-    known = templates(bases.facts, os.path.abspath(recipe), base or bases.base_name)
-    check_known(method or "", known, f"{recipe} is a store: --method {method or 'is missing'}")
+    paths = os.path.abspath(recipe), base or bases.base_name
+    document = recipe_of(bases.facts, method or "", *paths)
     import_mergekit()
     from tvb_mergekit.plugin.document import from_mapping
 
-    return from_mapping(known[str(method)])
+    return from_mapping(document)

@@ -132,7 +132,7 @@ def _facts_of(path: str, values: dict[str, Any]) -> tuple[Facts, Mapping[str, Te
 @option("--budget", type=int, metavar="M", help="Maximum number of vectors in STORE.")
 @cli.choice("--compress", "ae balanced", help="Make room as the paper, or keep the sum of tasks.")
 @cli.dtype(help="Plain numbers of this dtype, for a new STORE or new bases.")
-@flag("--force", help="Also add a model unlike the others, or give up the exact sum.")
+@flag("--force", help="Also add a model unlike the base or the others.")
 def add(store: str, model: str, task: str, base: str | None, **values: Any) -> None:
     """Add the task of a fine-tuned MODEL to STORE.
 
@@ -205,7 +205,7 @@ def remove(store: str, task: str) -> None:
     \b
     Example: tvb remove ./vectors --task math
     """
-    from tvb_mergekit.store.add import remove as remove_task
+    from tvb_mergekit.store.change import remove as remove_task
 
     _tell(remove_task(store, task))
 
@@ -223,7 +223,7 @@ def _tell(bases: Bases) -> None:
         mend = "Keep the models; to get tasks back, build without `basis` and `num_bases`."
         error, task = max(known)
         line = f"Largest relative error of a task: {error:.3g} ({task})."
-        click.echo(line if bases.whole else f"{line} {mend}")
+        click.echo(line if bases.facts.whole else f"{line} {mend}")
     else:
         click.echo("The errors of the tasks are not known.")
 

@@ -34,7 +34,7 @@ class Buffer:
     encoder: Tensor
     decoder: Tensor
     gram: Tensor | None
-    basis_weights: Tensor | None
+    basis_weights: list[float] | None
 
 
 def add_task(
@@ -44,7 +44,7 @@ def add_task(
 
     Args:
         products: [M + 1, M + 1] float64, the Gram matrix of the M bases and the new task vector.
-        budget: the most bases after the round, at least 2 and the number of exact bases.
+        budget: the most bases after the round, at least 2.
         how: `ae`, by `settings`, as in the paper. Or `balanced`, if the buffer has basis weights:
             sum_m w_m B_m stays the sum of all tasks.
 
@@ -59,14 +59,14 @@ def add_task(
         old, size = products[:count, :count], budget - 1
         if how == "balanced":
             assert weights is not None
-            encoding = balanced(Gram.of(old), size, weights.numpy())
-            weights = torch.full_like(weights[:size], float(weights.sum()) / size)
+            own = torch.tensor(weights, dtype=torch.float64)
+            encoding = balanced(Gram.of(old), size, own.numpy())
+            weights = [float(own.sum()) / size] * size
         else:
             encoding, weights = encode(old, settings.but(num_bases=size)), None
         inner = encoding.encoder
         encoder, decoder = encoder @ inner, encoding.decoder @ decoder
-    if weights is not None:
-        weights = torch.cat([weights, weights.new_ones(1)])
+    weights = weights and [*weights, 1.0]
     # Bases that are the task vectors have their Gram matrix
     exact = torch.equal(buffer.encoder, torch.eye(len(buffer.encoder), dtype=torch.float64))
     gram = products if exact and buffer.gram is not None else None

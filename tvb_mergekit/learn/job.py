@@ -120,8 +120,8 @@ class Job:
     @property
     def sizes(self) -> Tensor:
         """v [M]: the weight of each basis in addition, if it may stand for several tasks."""
-        order = list(self.plan.recipe.order)
-        return self.store.shares[order] if self.store else torch.ones(self.count).double()
+        known = [self.store.facts.shares[k] for k in self.plan.recipe.order] if self.store else None
+        return torch.tensor(known or [1.0] * self.count, dtype=torch.float64)
 
     @property
     def mixture(self) -> Tensor:

@@ -76,7 +76,7 @@ class Recipe:
     @property
     def store(self) -> Bases | None:
         """The store whose bases the models are; None for task vectors."""
-        return None if self.bases is None or self.bases.whole else self.bases
+        return None if self.bases is None or self.bases.facts.whole else self.bases
 
     def shown(self, model: ModelReference) -> str:
         """A model as the recipe lists it."""
@@ -144,7 +144,7 @@ def _over_store(
     known = [vector.name for vector in bases.facts.vectors]
     places = {f"{bases.path}/{name}": place for place, name in enumerate(known)}
     order = tuple(places[model.model.revision] for model in models)
-    if not bases.whole:
+    if not bases.facts.whole:
         models = tuple(model for _, model in sorted(zip(order, models, strict=True)))
         order = tuple(sorted(order))  # the mean is the last
         if [*order] != used(bases, method):
@@ -158,7 +158,7 @@ def _over_store(
             raise UserError(
                 f"`task` of {model.model.revision}: its store calls it {name}; leave it out"
             )
-    settings = bases.merge_settings(method, given, names if bases.whole else ())
+    settings = bases.merge_settings(method, given, names if bases.facts.whole else ())
     scaled = tuple(
         float(own.get((model, "weight"), 1.0)) * float(bases.scales[place])
         for model, place in zip(models, order, strict=True)

@@ -23,9 +23,9 @@ from tvb_mergekit import hub
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.settings import VARYING_KEYS, check_tasks, check_value, resolve_settings
 from tvb_mergekit.errors import UserError, check_known
-from tvb_mergekit.store.add import add_task, remove
+from tvb_mergekit.store.add import add_task
 from tvb_mergekit.store.build import build_store, kept_share
-from tvb_mergekit.store.change import undo
+from tvb_mergekit.store.change import remove, undo
 from tvb_mergekit.store.export import combine, items_of, task_column
 from tvb_mergekit.store.store import Bases, combined, load
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
@@ -163,7 +163,7 @@ def merge(
     found = base_of(bases, base, dtype)
     given = {key.rstrip("_"): value for key, value in parameters.items()}
     settings, engine = bases.merge_settings(method, given), Engine(device_of(device))
-    settings = settings_over(found, settings.or_all_tasks() if bases.whole else settings)
+    settings = settings_over(found, settings.or_all_tasks() if bases.facts.whole else settings)
     varying = {key: spec.default_for(method) for key, spec in VARYING_KEYS.items()}
     varying |= {key: check_value(key, given[key]) for key in varying if key in given}
     tunables, left = Tunables.of(varying), bases.facts.left_out

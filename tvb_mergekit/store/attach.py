@@ -145,7 +145,7 @@ class Live(Routing):
             explain: print the scores.
         """
         self.reset()
-        if not self.bases.whole:
+        if not self.bases.facts.whole:
             raise UserError(f"{self.bases.path} holds bases: `route` needs a store of all tasks")
         names = [tasks] if isinstance(tasks, str) else [*dict.fromkeys(tasks or self.tasks)]
         linear, numbers = linear_layers(self.model), [self.bases.index(name) for name in names]

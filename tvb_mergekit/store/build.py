@@ -1,58 +1,39 @@
 """A store of T models: the Gram matrix in one pass, the vectors in a second.
 
-A vector has one of four forms: dense numbers, a model without loss, a sample of its entries, or an
-adapter's factors. Each of several processes (see `ranks`) reads and writes its share. No write
-waits for the disk, because nothing is deleted.
+Each of several processes (see `ranks`) reads and writes its share of dense vectors. No write waits
+for the disk, because nothing is deleted.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import logging
-import math
 import os
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
-from tvb_mergekit.core.basis import Basis, Step, warnings
+from tvb_mergekit.core.basis import Basis, warnings
 from tvb_mergekit.core.settings import EVEN
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.change import Change, slugs
+from tvb_mergekit.store.codecs import CODECS
 from tvb_mergekit.store.export import write_original
-from tvb_mergekit.store.facts import Vector, name_of_dtype, record_of, write_tensors
+from tvb_mergekit.store.facts import Vector, name_of_dtype, record_of
 from tvb_mergekit.store.gates import write_gates
 from tvb_mergekit.store.report import UNKNOWN, facts
-from tvb_mergekit.store.store import CONFIG, Bases, load
+from tvb_mergekit.store.store import Bases, load
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
-from tvb_mergekit.tensors.coding import MANTISSA, Draw, keep
+from tvb_mergekit.tensors.coding import MANTISSA
 from tvb_mergekit.tensors.merging import encoded_by, sums_of
-from tvb_mergekit.tensors.output import (
-    MARKER,
-    FolderWriter,
-    check_disk,
-    check_output_folder,
-    into,
-    staged,
-)
-from tvb_mergekit.tensors.passes import combine_pass, share_of
+from tvb_mergekit.tensors.output import check_disk, check_output_folder, staged
 from tvb_mergekit.tensors.stream import Engine
 from tvb_mergekit.tensors.taskset import TaskSet
 
-LOG = logging.getLogger(__name__)
 # Basis of a store -> the compression of `tvb add`. Bases of others cannot grow.
-COMPRESSED_BY = {
-    **dict.fromkeys(EVEN, "balanced"),
-    **dict.fromkeys(("ae", "none", "rand_select"), "ae"),
-}
+COMPRESSED_BY = dict.fromkeys(EVEN, "balanced") | dict.fromkeys(("ae", "none", "rand_select"), "ae")
 Warn = Callable[[str], object]
 
 
@@ -60,11 +41,9 @@ def kept_share(lossless: bool, keep: float | None, dtype: object) -> float:
     """The share of the entries that a store keeps as they are; 0: it is chosen for each model."""
     if lossless + (keep is not None) + (dtype is not None) > 1:
         raise UserError("choose one of --lossless, --keep and --dtype")
-    if keep is None:
-        return float(lossless)
-    if not 1e-6 <= keep < 1:
+    if keep is not None and not 1e-6 <= keep < 1:
         raise UserError(f"--keep {keep:g}: expected a share from 1e-06 to below 1")
-    return round(keep * 2**32) / 2**32
+    return float(lossless) if keep is None else round(keep * 2**32) / 2**32
 
 
 def build_store(
@@ -73,7 +52,7 @@ def build_store(
     engine: Engine = Engine(),
     dtype: torch.dtype | None = None,
     share: float = 0,
-    warn: Warn = LOG.warning,
+    warn: Warn = logging.warning,
     **more: Any,
 ) -> Bases:
     """Keep the task vectors, or the bases, of `inputs` in the new store `out`.
@@ -84,15 +63,11 @@ def build_store(
         share: of the entries of each task vector to keep exact; 1: all, to the bit.
         warn: called with each doubt about a model, one line each.
         more: keys of `store.json`.
-
-    Raises:
-        UserError: The inputs are bad, `out` exists, or the disk is full.
     """
     ranks.agree(inputs.names)
     check_output_folder(out)
     with staged(out) as folder:
-        change, started = Change(folder, Path(os.path.realpath(out))), time.perf_counter()
-        forms = planned(inputs, dtype, share)
+        change, forms = Change(folder), planned(inputs, dtype, share)
         basis = encoded_by(inputs, sums_of(inputs, engine))
         for line in warnings(basis, dict(zip(inputs.tasks, inputs.models, strict=True))):
             warn(line)
@@ -102,14 +77,13 @@ def build_store(
         elif basis.settings.basis == "pca":  # the mean is the last vector
             weights = torch.tensor(basis.weights, dtype=torch.float64)[:, None]
             matrix = torch.cat([matrix, weights / len(basis.tasks)], dim=1)
-        vectors, squares = written(change, inputs, forms, matrix, engine)
-        basis.seconds["build"] = time.perf_counter() - started
+        vectors, errors = written(change, inputs, forms, matrix, engine)
         ranks.dismiss()
         inputs.check_unchanged()
-        numbers = {"encoder": basis.encoding.encoder, "decoder": basis.encoding.decoder}
-        numbers["gram"] = basis.sums.gram
-        change.commit(described(inputs, basis, vectors, squares) | more, numbers)
-    return load(change.home)
+        made, encoding = described(inputs, basis, vectors, errors) | more, basis.encoding
+        numbers = {"encoder": encoding.encoder, "decoder": encoding.decoder}
+        change.commit(made, {**numbers, "gram": basis.sums.gram})
+    return load(os.path.realpath(out))
 
 
 def planned(inputs: TaskSet, dtype: torch.dtype | None, share: float) -> list[Vector]:
@@ -122,9 +96,9 @@ def planned(inputs: TaskSet, dtype: torch.dtype | None, share: float) -> list[Ve
             "--lossless and --keep keep all tasks: leave out the keys of a basis, or the option"
         )
     own = name_of_dtype(dtype or inputs.own_dtype)
-    names = [f"B{m}" for m in range(settings.bases_of(len(inputs.tasks)))]
+    count = settings.bases_of(len(inputs.tasks))
     mean = ["mean"] if settings.basis == "pca" else []
-    return [Vector(name=name, dtype=own) for name in (*names, *mean)]
+    return [Vector(name=name, dtype=own) for name in (*(f"B{m}" for m in range(count)), *mean)]
 
 
 def planned_task(inputs: TaskSet, number: int, dtype: torch.dtype | None, share: float) -> Vector:
@@ -133,9 +107,8 @@ def planned_task(inputs: TaskSet, number: int, dtype: torch.dtype | None, share:
     stored = source.base is not None  # a vector of a store, whose other files are not there
     parts = [(item.inputs[number], item) for item in inputs.items]
     model = all(part.holds == "weight" for part, _ in parts)
-    near = [i for part, i in parts if i.base and part.dtype == i.base.dtype in MANTISSA]
-    # At least half of a lossless model has the base's 16-bit dtype.
-    fits = model and 2 * sum(i.numel for i in near) >= sum(i.numel for _, i in parts)
+    near = sum(i.numel for part, i in parts if i.base and part.dtype == i.base.dtype in MANTISSA)
+    fits = model and 2 * near >= sum(item.numel for item in inputs.items)  # at least half of it
     if share and (not model or (share == 1 and (stored or not fits))):
         raise UserError(
             "--keep needs models, and --lossless models in bfloat16 or float16 like the base: "
@@ -144,9 +117,7 @@ def planned_task(inputs: TaskSet, number: int, dtype: torch.dtype | None, share:
     if 0 < share < 1:
         return Vector(name=name, codec="sampled", share=share)
     if share == 1 or (dtype is None and fits and not stored):
-        widest = functools.reduce(torch.promote_types, [part.dtype for part, _ in parts])
-        own = name_of_dtype(widest if widest in MANTISSA else torch.float32)
-        return Vector(name=name, codec="lossless", dtype=own)
+        return Vector(name=name, codec="lossless")
     if dtype is None and isinstance(source, Adapter) and source.under is source.base:
         return Vector(name=name, codec="adapter")
     return Vector(name=name, dtype=name_of_dtype(dtype or torch.float32))
@@ -154,65 +125,40 @@ def planned_task(inputs: TaskSet, number: int, dtype: torch.dtype | None, share:
 
 def written(
     change: Change, inputs: TaskSet, forms: Sequence[Vector], matrix: Tensor, engine: Engine
-) -> tuple[list[Vector], list[float]]:
+) -> tuple[list[Vector], dict[str, float]]:
     """Write the combinations `matrix` [T, K] of the inputs as vectors, by the leader's `change`.
 
-    Each process writes its share of dense vectors, and the leader the rest.
-
     Returns:
-        In the leader the vectors, and the squared norm of the error of each code.
+        In the leader the vectors, and the relative error of each as a task vector, by its name.
     """
-    names = slugs([form.name for form in forms])
-    dense = [k for k, form in enumerate(forms) if form.codec == "dense"]
-    coded = [k for k, form in enumerate(forms) if form.codec in ("lossless", "sampled")]
-    out = getattr(torch, forms[dense[0]].dtype) if dense else torch.float32
-    items = [replace(item, out=out) for item in inputs.items]
-
-    shares = 2 * sum(forms[k].share for k in coded)  # 16 bits an entry, at the most
-    check_disk(change.store, int(sum(len(dense) * i.written + shares * i.numel for i in items)))
-    paths = [change.store / change.place("vectors", name) for name in names]
-    if dense:
-        steps, writers = dict.fromkeys(inputs.names, Step.of(matrix[:, dense])), []
-        for k in dense:
-            metadata = {"format": "pt", MARKER: forms[k].name}
-            writers.append(FolderWriter(paths[k].parent, {paths[k].name: items}, metadata))
-        combine_pass(share_of(items), steps, into(*writers), engine, title="Bases")
-    ranks.collect(None)  # all have written
-    if not ranks.leads():
-        return [], []
-    squares, made, store = [0.0] * len(forms), list[Vector](), change.store
-    own = [int(column.nonzero()[0]) for column in matrix.T]  # the one model of a code
-    if coded:
-        seeds = [f"{inputs.settings.seed}/{forms[k].name}".encode() for k in coded]
-        numbers = map(xxhash.xxh3_64_intdigest, seeds)
-        draws = [Draw(seed, forms[k].share) for seed, k in zip(numbers, coded, strict=True)]
-        given = [replace(i, inputs=tuple(i.inputs[own[k]] for k in coded)) for i in items]
-        errors = keep({paths[k]: forms[k].name for k in coded}, given, draws, engine)
-        for k, square in zip(coded, errors, strict=True):
-            squares[k] = square
-    for k, form in enumerate(forms):
-        more: dict[str, Any] = {}
-        if form.codec == "adapter":
-            source = cast(Adapter, inputs.sources[own[k]])
-            tensors = {name: source.file.tensor(name) for name in source.file.tensors}
-            metadata = {MARKER: form.name, CONFIG: json.dumps(source.config)}
-            write_tensors(paths[k], tensors, metadata)
+    store, names, errors = change.store, slugs([form.name for form in forms]), dict[str, float]()
+    most = sum(CODECS[form.codec].bytes(form) for form in forms)
+    check_disk(store, int(most * sum(item.numel for item in inputs.items)))
+    places = [change.place("vectors", name) for name in names]
+    for name, codec in CODECS.items():
+        mine = [k for k, form in enumerate(forms) if form.codec == name]
+        if mine and (name == "dense" or ranks.leads()):
+            files = {store / places[k]: forms[k] for k in mine}
+            made = codec.encode(files, inputs, matrix[:, mine], engine)
+            errors |= zip((form.name for form in files.values()), made, strict=True)
+    vectors, before = list[Vector](), change.facts.vectors if change.facts else []
+    for form, name, place in zip(forms, names, places, strict=True) if ranks.leads() else ():
+        more: dict[str, Any] = {"weights": record_of(store, place)}
         if form.name in inputs.tasks:
-            more["gates"] = write_gates(store, change.place("gates", names[k]), inputs, own[k])
+            number = inputs.tasks.index(form.name)
+            more["gates"] = write_gates(store, change.place("gates", name), inputs, number)
         if form.codec == "lossless":
-            place = change.place("files", names[k])
-            before = [*(change.facts.vectors if change.facts else ()), *made]
-            held = [file for vector in before for file in vector.files]
-            more |= write_original(store, place, inputs, own[k], held, engine)
-        weights = record_of(store, f"vectors/{paths[k].name}")
-        made.append(form.model_copy(update={"weights": weights, **more}))
-    return made, squares
+            own = change.place("files", name)
+            held = [file for vector in (*before, *vectors) for file in vector.files]
+            more |= write_original(store, own, inputs, number, held, engine)
+        vectors.append(form.model_copy(update=more))
+    return vectors, errors
 
 
 def described(
-    inputs: TaskSet, basis: Basis, vectors: Sequence[Vector], squares: Sequence[float]
+    inputs: TaskSet, basis: Basis, vectors: Sequence[Vector], errors: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The keys of `store.json` of a new store; `squares`: the squared error of each code."""
+    """The keys of `store.json` of a new store; `errors` are those of its vectors."""
     merged, kind, count = facts(inputs, basis, {}, None), basis.settings.basis, basis.num_bases
     base, path = inputs.base, inputs.base_model
     lent = base.tensors.keys() - {*base.in_file, *inputs.tied}
@@ -231,16 +177,7 @@ def described(
         "vectors": list(vectors),
     }
     if kind == "none":
-        norms = basis.sums.scaled([1 / w for w in basis.weights]).norms
-        made["errors"] = dict(zip(basis.tasks, map(lost, vectors, squares, norms), strict=True))
-    sampled = any(part.share < 1 for item in inputs.items for part in item.inputs)
-    if sampled:  # what is lost of the models is not known
-        made |= {"errors": dict.fromkeys(basis.tasks), **UNKNOWN}
+        made["errors"] = {task: errors.get(task) for task in basis.tasks}
+    if any(part.share < 1 for item in inputs.items for part in item.inputs):
+        made |= {"errors": dict.fromkeys(basis.tasks), **UNKNOWN}  # of the models, not known
     return made
-
-
-def lost(form: Vector, square: float, norm: float) -> float:
-    """The relative error of a task vector by the square of its code's error, or its rounding."""
-    if form.codec == "dense" and form.dtype != "float32":
-        return torch.finfo(getattr(torch, form.dtype)).eps / 2
-    return math.sqrt(square) / norm

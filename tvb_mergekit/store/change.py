@@ -1,17 +1,18 @@
 """Changes of a store: new files under new names, then one rename of `store.json`.
 
-A change writes `numbers-<n>.safetensors`, `vectors/SLUG-<n>.safetensors` and the like in KINDS,
-with an n that no file there has. The new `store.json` holds the former state under `previous`. So a
-kill at any moment leaves the earlier store or the new one. Files that only the replaced `previous`
-names are then deleted; no other file is touched. A new store appears when it is complete.
+A change writes `numbers-<n>.safetensors`, `vectors/SLUG-<n>.safetensors`, the same in `gates`, and
+`files/SLUG-<n>/`, with an n that no file there has. The new `store.json` holds the former state
+under `previous`. So a kill at any moment leaves the earlier store or the new one. Files that only
+the replaced `previous` names are then deleted; no other file is touched. A new store appears when
+it is complete.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,50 +21,44 @@ from typing import Any
 import filelock
 from torch import Tensor
 
-from tvb_mergekit.errors import UserError
+from tvb_mergekit.errors import UserError, check_known
 from tvb_mergekit.store import STORE, is_store
 from tvb_mergekit.store.facts import StoreFacts, check_files, record_of, write_facts, write_tensors
-from tvb_mergekit.store.store import Bases, load, read_store
+from tvb_mergekit.store.store import Bases, load, load_numbers, read_store
 from tvb_mergekit.tensors import ranks
 
-LOG = logging.getLogger(__name__)
 LOCK = ".lock"
-KINDS = ("vectors", "gates", "files")  # folders; of `files` each entry is a folder, too
 
 
 class Change:
     """The next state of the store in a folder.
 
     Attributes:
-        home: where the folder will be.
         facts: the present state; None of a new store.
+        made: the places of the new files, that of the numbers first.
     """
 
-    def __init__(self, store: Path, home: Path) -> None:
-        self.store, self.home = store, home
+    def __init__(self, store: Path) -> None:
+        self.store = store
         self.facts = read_store(store) if is_store(store) else None
-        there = [store.glob("numbers-*"), *(store.glob(f"{kind}/*") for kind in KINDS)]
-        found = [re.search(r"-(\d+)(\.safetensors)?$", p.name) for each in there for p in each]
+        found = [re.search(r"-(\d+)(\.safetensors)?$", path.name) for path in store.rglob("*")]
         number = 1 + max((int(match[1]) for match in found if match), default=0)
         self._number = ranks.led(lambda: number)
-        self._numbers = f"numbers-{self._number}.safetensors"
-        self._made = [self._numbers]
+        self.made = [f"numbers-{self._number}.safetensors"]
 
     def place(self, kind: str, slug: str) -> str:
         """A new place below the store: of a file for a vector, or of a folder of files."""
         place = f"{kind}/{slug}-{self._number}{'' if kind == 'files' else '.safetensors'}"
-        self._made.append(place)
+        self.made.append(place)
         (self.store / kind).mkdir(exist_ok=True)
         return place
 
-    def commit(self, made: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def commit(self, made: Mapping[str, Any], numbers: Mapping[str, Tensor | None]) -> None:
         """Write the numbers of the next state, whose other files are there, and publish it."""
-        write_tensors(self.store / self._numbers, tensors, {"format": "pt"})
-        new = {**made, "previous": self.facts}
-        if (base := made["base_path"]) and os.path.exists(base):
-            new["base_beside"] = os.path.relpath(os.path.realpath(base), self.home)
-        new["numbers"] = record_of(self.store, self._numbers)
-        facts = StoreFacts.model_validate(new)
+        known = {name: each for name, each in numbers.items() if each is not None}
+        write_tensors(self.store / self.made[0], known, {"format": "pt"})
+        new = {**made, "numbers": record_of(self.store, self.made[0])}
+        facts = StoreFacts.model_validate({**new, "previous": self.facts})
         (self.store / LOCK).touch()  # that of a new store, so that a refused change adds no file
         write_facts(self.store / STORE, facts)
         if self.facts and self.facts.previous:
@@ -73,14 +68,6 @@ class Change:
                     with suppress(OSError):
                         file.unlink()
                         file.parent.rmdir()  # the last of a folder of files
-
-    def discard(self) -> None:
-        """Delete what was written for a state that is not published."""
-        if read_store(self.store).numbers.file != self._numbers:
-            for path in (self.store / place for place in self._made):
-                shutil.rmtree(path, ignore_errors=True)
-                with suppress(OSError):
-                    path.unlink()
 
 
 @contextmanager
@@ -92,26 +79,20 @@ def changing(path: str | os.PathLike[str]) -> Iterator[Change]:
     """
     store = Path(os.path.realpath(path))
     read_store(store)  # raises: a lock would make the folder
-    lock = filelock.FileLock(store / LOCK)
-    try:
-        held = lock.acquire(timeout=0)
-    except filelock.Timeout:
-        LOG.warning("another process writes to %s: waiting for it", path)
-        held = lock.acquire()
-    with held:
-        change = Change(store, store)
+    with filelock.FileLock(store / LOCK):
+        change = Change(store)
         try:
             yield change
-        finally:
-            change.discard()
+        finally:  # delete what was written for a state that is not published
+            published = read_store(store).numbers.file == change.made[0]
+            for path in () if published else (store / place for place in change.made):
+                shutil.rmtree(path, ignore_errors=True)
+                with suppress(OSError):
+                    path.unlink()
 
 
 def undo(path: str | os.PathLike[str]) -> Bases:
-    """The store at `path` as it was before the last `add` or `remove`; a second call undoes that.
-
-    Raises:
-        UserError: the store is as it was built, or a file of the state before is damaged.
-    """
+    """The store at `path` as before the last `add` or `remove`; a second call undoes that."""
     with changing(path) as change:
         facts = change.facts
         if facts is None or facts.previous is None:
@@ -122,14 +103,40 @@ def undo(path: str | os.PathLike[str]) -> Bases:
     return load(change.store)
 
 
+def remove(path: str | os.PathLike[str], task: str) -> Bases:
+    """Remove a task from the store of all tasks at `path`, which has others."""
+    with changing(path) as change:
+        facts = change.facts
+        assert facts is not None
+        if not facts.whole:
+            said = "no task can be taken out of bases; `tvb undo` takes back the last addition"
+            raise UserError(f"{path}: {said}")
+        check_known(task, facts.tasks, f"no task {task!r} in {path}")
+        if facts.tasks == [task]:
+            raise UserError(f"{path}: {task!r} is its only task; delete the folder instead")
+
+        def without(of: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: value for key, value in of.items() if key != task}
+
+        rest = [k for k, name in enumerate(facts.tasks) if name != task]
+        made = dict(facts)
+        for key in ("tasks", "models", "vectors", "basis_weights"):
+            made[key] = [made[key][k] for k in rest]
+        made |= {
+            "num_bases": len(rest),
+            "parameters": {**facts.parameters, "weights": without(facts.parameters["weights"])},
+            "norms": {**without(facts.norms), "base": facts.norms["base"]},
+            "errors": without(facts.errors),
+            "model_bytes": facts.model_bytes * len(rest) // len(facts.tasks),
+            "seconds": {"remove": 0.0},  # `Bases.sums` reads that G is a part of another
+        }
+        numbers = load_numbers(change.store, facts)
+        change.commit(made, {name: each[rest][:, rest] for name, each in numbers.items()})
+    return load(change.store)
+
+
 def slugs(names: Sequence[str]) -> list[str]:
     """A name for a file or folder for each, which no two share even where case does not count."""
-    made: dict[str, str] = {}
-    for name in names:
-        short = slug = re.sub(r"[^\w.-]+", "-", name)[:60].strip(".") or "task"
-        number = 1
-        while slug.lower() in made:
-            number += 1
-            slug = f"{short}-{number}"
-        made[slug.lower()] = slug
-    return list(made.values())
+    short = [re.sub(r"[^\w.-]+", "-", name)[:60].strip(".") or "task" for name in names]
+    alike = Counter(map(str.lower, short))
+    return [s if alike[s.lower()] == 1 else f"{s}~{k}" for k, s in enumerate(short, 1)]

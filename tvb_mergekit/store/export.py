@@ -134,7 +134,7 @@ def lost_of(bases: Bases, task: str) -> str:
     if error is not None and error <= LOSSY:
         return ""
     size = "an unknown relative error" if error is None else f"a relative error of {error:.2f}"
-    remedy = "without --keep" if bases.whole else "without `basis`, `num_bases` and --budget"
+    remedy = "without --keep" if bases.facts.whole else "without `basis`, `num_bases` and --budget"
     return (
         f"{task}: its reconstruction has {size}, so this model is not the one that was fine-tuned; "
         f"to get tasks back, build the store {remedy}"
@@ -191,7 +191,7 @@ def original(bases: Bases, task: str, base: Weights) -> tuple[list[Item], dict[s
     None for another vector. Raise UserError if a file of the model is not what it was.
     """
     number = bases.index(task)
-    if not bases.whole or (vector := bases.facts.vectors[number]).codec != "lossless":
+    if not bases.facts.whole or (vector := bases.facts.vectors[number]).codec != "lossless":
         return None
     check_files(bases.path, vector.files, checksums=True)
     places = [bases.path / each.file for each in vector.files]

@@ -49,7 +49,7 @@ class StoredFile(BaseModel):
 class Vector(BaseModel):
     """One vector of a store: its name (a task, or B0, B1 ...), its form, and its files.
 
-    `dtype` is that of the decoded numbers, `share` that of the kept entries of a sample. `gates`,
+    `dtype` is that of dense numbers, `share` that of the kept entries of a sample. `gates`,
     of a task, is read by `attach(...).route()`, see `store.gates`. A lossless model has the other
     `files`, and all tensors of the vector except the `foreign` ones.
     """
@@ -109,7 +109,6 @@ class StoreFacts(Facts):
     format_version: Literal[3]
     base_fingerprint: str
     base_path: str | None = None
-    base_beside: str | None = None
     tensors: list[str]
     twins: dict[str, str]
     model_bytes: int

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,22 +14,20 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tvb_mergekit.core.basis import Combination, over_bases
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.settings import GLOBAL_KEYS, MERGING_KEYS, Settings, resolve_settings
 from tvb_mergekit.errors import UserError, check_known
 from tvb_mergekit.store import STORE, is_store
+from tvb_mergekit.store.codecs import CODECS
 from tvb_mergekit.store.facts import StoreFacts, Vector, check_files, read_facts
-from tvb_mergekit.tensors.adapter import Adapter
-from tvb_mergekit.tensors.checkpoint import RESTORE, SAME, Checkpoint, lend, metadata_of, tie
-from tvb_mergekit.tensors.coding import Coded
+from tvb_mergekit.tensors.checkpoint import RESTORE, SAME, lend, metadata_of, tie
 from tvb_mergekit.tensors.merging import build_basis, count_if_needed
 from tvb_mergekit.tensors.output import MARKER
 from tvb_mergekit.tensors.stream import Engine, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
-
-CONFIG = "tvb_adapter"  # key of adapter_config.json in the metadata of a file of factors
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,11 +64,6 @@ class Bases:
         return self.sources[: self.num_bases]
 
     @property
-    def whole(self) -> bool:
-        """Whether the vectors are the task vectors, without the weights of the recipe."""
-        return self.facts.whole
-
-    @property
     def encoder(self) -> Tensor:
         """W_e [T, M]: each basis as a combination of the weighted task vectors."""
         return self.tensors["encoder"]
@@ -90,18 +82,14 @@ class Bases:
     @property
     def scales(self) -> Tensor:
         """[N], the factor of each vector in its basis: the weight of a task."""
-        return self.weights if self.whole else torch.ones(len(self.sources), dtype=torch.float64)
+        return (
+            self.weights if self.facts.whole else torch.ones(len(self.sources), dtype=torch.float64)
+        )
 
     def reconstruction(self, tasks: Sequence[str]) -> Tensor:
         """[N, len(tasks)]: each tau_hat over the bases, plus the mean."""
         columns = self.decoder[:, [self.index(task) for task in tasks]]
-        means = torch.ones(len(self.sources) - self.num_bases, len(tasks), dtype=torch.float64)
-        return torch.cat([columns, means])
-
-    @property
-    def shares(self) -> Tensor:
-        """v [M] float64; see `StoreFacts.shares`."""
-        return torch.tensor(self.facts.shares, dtype=torch.float64)
+        return pad(columns, (0, 0, 0, len(self.sources) - self.num_bases), value=1.0)
 
     def index(self, task: str) -> int:
         """The column of a task. Raise UserError for an unknown task."""
@@ -125,10 +113,9 @@ class Bases:
     ) -> Settings:
         """The settings of a merge over these vectors, or over the task vectors of `tasks`.
 
-        Raises:
-            UserError: A key that is fixed when bases are built, or that does not fit.
+        Raise UserError for a key that is fixed when bases are built, or that does not fit.
         """
-        for key in () if self.whole else given:
+        for key in () if self.facts.whole else given:
             if key in GLOBAL_KEYS and key not in (*MERGING_KEYS, "exclude"):
                 raise UserError(
                     f"`{key}` was set when the bases were built ({self.path}): leave the key out, "
@@ -139,16 +126,14 @@ class Bases:
     def sums(self, order: Sequence[int]) -> GramSums | None:
         """G of the unweighted task vectors at these places; None if it must be computed.
 
-        A part of G has other last digits than the G of a part.
+        A part of G has other last digits than the G of a part, which samples do not give.
         """
-        facts = self.facts
-        known = self.whole and "gram" in self.tensors and "base" not in self.tasks
-        sampled = all(vector.codec == "sampled" for vector in facts.vectors)
-        part = len(order) < len(self.tasks) or "remove" in facts.seconds
-        if not known or bool(self.weights.ne(1).any()) or (part and not sampled):
+        part = len(order) < len(self.tasks) or "remove" in self.facts.seconds
+        read = part and any(vector.share == 1 for vector in self.facts.vectors)
+        if not self.facts.whole or read or bool(self.weights.ne(1).any()):
             return None  # the stored matrix is of the weighted task vectors
         gram = self.tensors["gram"][list(order)][:, list(order)]
-        return GramSums(gram, facts.norms["base"] ** 2, facts.num_parameters)
+        return GramSums(gram, self.facts.norms["base"] ** 2, self.facts.num_parameters)
 
     def check_base(self, base: Weights, name: str) -> None:
         """Raise UserError unless `base` is the model that the vectors are differences from.
@@ -169,19 +154,16 @@ class Bases:
                 lend(base, name, lacking[name])
         second = {n: of for n in base.tensors if (of := self.stored_name(n)) not in (None, n)}
         for place, vector in enumerate(self.facts.vectors):
-            if vector.codec != "dense":
-                self.sources[place] = open_vector(self.path, vector, base)
-                vars(self.sources[place])["temporary"] = self.temporary
-            if vector.codec != "adapter":  # which has the base's names
-                for name, of in second.items():
-                    lend(self.sources[place], name, str(of))
+            self.sources[place] = source = open_vector(self.path, vector, base)
+            vars(source)["temporary"] = self.temporary
+            for name, of in second.items():
+                lend(source, name, str(of))
 
     @property
     def base_name(self) -> str:
-        """The first place of the base that exists: of the recipe, next to the store, absolute."""
-        facts, last = self.facts, self.facts.base_path or self.facts.base_model
-        beside = os.path.normpath(os.path.join(self.path.resolve(), facts.base_beside or last))
-        return next(filter(os.path.exists, [facts.base_model, beside, last]), last)
+        """The base's place in the recipe, or if it is not there, the absolute one."""
+        name = self.facts.base_model
+        return name if os.path.exists(name) else self.facts.base_path or name
 
 
 def combined(
@@ -191,32 +173,27 @@ def combined(
 
     PCA's mean is the last input of a merge that reconstructs a task.
     """
-    if bases is None or bases.whole:
+    if bases is None or bases.facts.whole:
         return build_basis(tasks, engine, inner=inner)
     inputs = None if tasks.settings.method == "basis_negate" else bases.num_bases
-    weights = torch.tensor(tasks.weights[: bases.num_bases], dtype=torch.float64)
+    pairs = zip(bases.facts.shares, tasks.weights[: bases.num_bases], strict=True)
+    weights = torch.tensor([share * weight for share, weight in pairs], dtype=torch.float64)
     table = bases.reconstruction(bases.tasks)[:inputs]
-    made = over_bases(tasks.settings, bases.tasks, bases.shares * weights, table)
+    made = over_bases(tasks.settings, bases.tasks, weights, table)
     count_if_needed(made, tasks.items, engine, zeros=tasks.unchanged)
     return made
 
 
 def load(path: str | os.PathLike[str], checksums: bool = False) -> Bases:
-    """Open a store.
+    """Open a store. Raise UserError for a file that is missing, damaged or of another vector.
 
     Args:
         checksums: compare those of all files; else vectors of the recorded size are trusted.
-
-    Raises:
-        UserError: no store, or a file that is missing, damaged or of another vector.
     """
     folder = Path(path)
     facts = read_store(folder)
     check_files(folder, facts.held.values(), checksums)
     sources = [open_vector(folder, vector, None) for vector in facts.vectors]
-    for vector, source in zip(facts.vectors, sources, strict=True):
-        if vector.codec != "adapter" and source.tensors.keys() != {*facts.tensors}:
-            raise UserError(f"{folder}: {vector.name} has other tensors than {STORE} says")
     return Bases(facts, load_numbers(folder, facts), sources, folder)
 
 
@@ -227,33 +204,16 @@ def load_numbers(folder: Path, facts: StoreFacts) -> dict[str, Tensor]:
 
 
 def open_vector(store: Path, vector: Vector, base: Weights | None) -> Weights:
-    """One vector of a store as named tensors, those of an adapter without `base` its factors.
-
-    Raises:
-        UserError: the file is damaged, or of another vector.
-    """
+    """One vector of a store. Raise UserError if the file is damaged, or of another vector."""
     file = store / vector.weights.file
-    opened: Weights
-    metadata = metadata_of(file)
-    if vector.codec in ("lossless", "sampled"):
-        opened = Coded(file, base)
-    elif vector.codec == "dense" or base is None:
-        opened = Checkpoint.open(file)
-        opened.holds = "delta"
-    else:
-        try:
-            opened = Adapter(file, base, config=json.loads(metadata.get(CONFIG, "")))
-        except ValueError as error:
-            raise UserError(f"{file}: no configuration of an adapter ({error})") from error
-    if (name := metadata.get(MARKER)) != vector.name:
+    if (name := metadata_of(file).get(MARKER)) != vector.name:
         raise UserError(f"{file}: holds {name!r}, {STORE} says {vector.name!r}; {RESTORE}")
-    return opened
+    return CODECS[vector.codec].decode(file, base)
 
 
 def read_store(folder: Path) -> StoreFacts:
     """The facts of the store in a folder. Raise UserError if there is none."""
     if not is_store(folder):
-        found = f"no {STORE} of ours in it"
-        kind = found if folder.exists() else f"no such folder or file, from {os.getcwd()}"
-        raise UserError(f"{folder} is not a store ({kind}); make one with `tvb build`")
+        where = f"no {STORE} of ours, from {os.getcwd()}"
+        raise UserError(f"{folder} is not a store ({where}); make one with `tvb build`")
     return read_facts(folder / STORE, StoreFacts)

@@ -137,22 +137,22 @@ def keep(
         draws: of each input; none: all entries.
 
     Returns:
-        The squared norm of the error of each sample.
+        The relative error of each sample as a task vector; 0 for all entries.
     """
     draws = draws or [Draw(0, 1.0)] * len(files)
     headers = [partial(_header, name, items, k, draws[k]) for k, name in enumerate(files.values())]
     rooms = [len(header()) for header in headers]  # of the most bytes: it is written last
     index, ends = [list[NDArray[Any]]() for _ in files], [[room] for room in rooms]
-    work, errors = partial(_coded, draws), [0.0] * len(files)
+    work, lost = partial(_coded, draws), np.zeros((len(files), 2))
     with ExitStack() as stack:
         opened = [stack.enter_context(path.open("wb")) for path in files]
         for file, room in zip(opened, rooms, strict=True):
             file.write(b" " * room)
         for piece, coded in run(items, work, replace(engine, device=CPU), title, grain=BLOCK):
-            for k, (blocks, own, error) in enumerate(coded):
+            for k, (blocks, own, squares) in enumerate(coded):
                 opened[k].writelines(blocks)
                 index[k].append(own)
-                errors[k] += error
+                lost[k] += squares
                 if piece.stop == piece.item.numel:  # its tensor ends
                     opened[k].write(np.concatenate(index[k]).tobytes())
                     index[k].clear()
@@ -160,7 +160,7 @@ def keep(
         for k, file in enumerate(opened):
             file.seek(0)
             file.write(headers[k]([stop - start for start, stop in pairwise(ends[k])], rooms[k]))
-    return errors
+    return [(error / total) ** 0.5 if total else 0.0 for error, total in lost.tolist()]
 
 
 def _header(
@@ -172,8 +172,7 @@ def _header(
     length: int = 0,
 ) -> bytes:
     """The header of input `number`. `sizes` are the bytes of its tensors; none: the most."""
-    dtypes = [item.inputs[number].dtype for item in items]
-    both = [*zip(items, dtypes, strict=True)]
+    both = [(item, item.inputs[number].dtype) for item in items]
     said = {item.name: [NAMES[dtype], list(item.shape)] for item, dtype in both}
     about = {"version": VERSION, "seed": draw.seed, "share": draw.share, "tensors": said}
     sizes = sizes or [d.itemsize * i.numel + INDEX.itemsize * -(-i.numel // BLOCK) for i, d in both]
@@ -183,29 +182,29 @@ def _header(
 
 def _coded(
     draws: Sequence[Draw], piece: Piece, read: Read
-) -> list[tuple[list[bytes], NDArray[Any], float]]:
-    """The blocks of a piece of each input, their index, and the squared error."""
+) -> list[tuple[list[bytes], NDArray[Any], NDArray[Any]]]:
+    """The blocks of a piece of each input, their index, and squares of error and task vector."""
     item, made = piece.item, []
     base = None if item.base is None else piece.stored(item.base)
     for draw, part in zip(draws, item.inputs, strict=True):
-        whole, share, error = piece.stored(part), draw.of(item.shape), 0.0
+        whole, share, squares = piece.stored(part), draw.of(item.shape), np.zeros(2)
         starts = range(0, len(whole), BLOCK)
         blocks, index = list[bytes](), np.zeros(len(starts), INDEX)
         for number, start in enumerate(starts):
             theta = whole[start : start + BLOCK]
             beside = None if base is None else base[start : start + BLOCK]
-            if share < 1:
+            if draw.share < 1:
                 assert beside is not None, "a task vector has a base"
-                places = draw.places(item.name, piece.start // BLOCK + number, len(theta))
-                tau = (theta.float() - beside.float()).double()
-                held = float(tau[places].square().sum())
-                error += (1 / share - 1) ** 2 * held + float(tau.square().sum()) - held
-                theta, beside = theta[places], beside[places]
+                tau, place = theta.float() - beside.float(), piece.start // BLOCK + number
+                kept = draw.places(item.name, place, len(theta)) if share < 1 else slice(None)
+                held, total = (float(each.double().square().sum()) for each in (tau[kept], tau))
+                squares += ((1 / share - 1) ** 2 * held + total - held, total)
+                theta, beside = theta[kept], beside[kept]
             fits = beside is not None and theta.dtype == beside.dtype in MANTISSA
             form, code = encode(theta, beside if fits else None)
             blocks.append(code)
             index[number] = len(code), form, checksum(theta)
-        made.append((blocks, index, error))
+        made.append((blocks, index, squares))
     return made
 
 
