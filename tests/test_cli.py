@@ -231,10 +231,8 @@ def test_a_base_that_has_moved_where_mergekit_would_split_its_name(here: Path) -
         (here / name).rename(folder / name)
     store = folder / "store"
     facts = read_facts(store / "store.json", StoreFacts)
-    moved = {
-        "base_path": str(here / "base"),
-    }
-    write_facts(store / "store.json", facts.model_copy(update=moved))
+    moved = facts.model_copy(update={"base_path": str(here / "base")})
+    write_facts(store / "store.json", moved)
     export = ["export", store, "out", "--task", "math"]
     assert "base: no such folder" in (said := refused(*export)) and "--base" in said
     options = ("--base", folder / "base", "--quiet")

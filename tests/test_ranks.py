@@ -123,7 +123,7 @@ def test_a_death_ends_all(models: dict[str, Folders], tmp_path: Path) -> None:
     codes, _ = run(tmp_path, *build, rank_1=dies)
     assert codes == [1, -9] and not (tmp_path / "out").exists()
     codes, said = run(tmp_path, *build)
-    assert codes == [0] * 2 and "2 pca basis vectors of 3 task vectors" in said[0]
+    assert codes == [0] * 2 and "2 balanced basis vectors of 3 task vectors" in said[0]
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
