@@ -96,7 +96,7 @@ RECIPES = {
     "no expression": wrong({"exclude": "*.bias"}, "`exclude`", "regular expression"),
     "another base": Case(OTHER, (r"`slices\[0\].base_model` is ./a",)),
     "nothing excluded": Case(
-        recipe({"exclude": "lmhead"}), ("`exclude: lmhead` matches no tensor",), ok=True
+        recipe({"exclude": "lmhead"}), ("depends on .lmhead. .did you mean `lm_head`",), ok=True
     ),
     "all excluded": wrong({"exclude": "."}, "no tensor takes part", "exclude"),
     "basis": wrong({"basis": "blanced"}, "`basis` is 'blanced': Input should be 'ae', "),
@@ -106,7 +106,7 @@ RECIPES = {
     "steps of pca": wrong({"basis": "pca", "steps": 9}, "to basis ae or linear_ae, not to pca"),
     "flow": wrong({"flow_time": 0}, "is 0: Input should be 'auto' or 'exact'", method="basis_wudi"),
     "no alpha": wrong({"forget": "a"}, "needs `alpha` as a parameter", method="basis_negate"),
-    "dtype": wrong({}, "cannot plan this merge: .*bfloat17", dtype="bfloat17"),
+    "dtype": wrong({}, "`dtype` is bfloat17 .did you mean `bfloat16`", dtype="bfloat17"),
     # forgetting
     "forget unknown": negate({"forget": "aa"}, "`forget`", "'aa'", "`a`", "b, c"),
     "alpha for some tensors": negate(

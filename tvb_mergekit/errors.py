@@ -93,7 +93,7 @@ def complaints(error: pydantic.ValidationError) -> str:
         message = item["msg"].removeprefix("Value error, ")
         if "parameters" in parts[:-1]:
             parts = parts[: parts.index("parameters") + 2]
-            message = "expected a number or text; leave the key out for its default"
+            message = "expected text, a number, a list of numbers, or filters with `value`"
         place = ".".join(parts)
         seen.setdefault(place, f"`{place}`: {message} (found {item['input']!r:.60})")
     return "; ".join(seen.values())

@@ -85,8 +85,8 @@ def inspect(path: str, as_text: bool, plot: str | None, **values: Any) -> None:
     from tvb_mergekit.store.report import inspected
 
     target = Path(plot or "picture.png")  # checked before anything is read
-    if target.suffix.lower()[1:] not in METADATA or not target.parent.is_dir():
-        raise UserError(f"--plot {target}: name a .png, .svg or .pdf file in a folder that exists")
+    if target.suffix.lower()[1:] not in METADATA or not os.access(f"{target.parent}/.", os.W_OK):
+        raise UserError(f"--plot {target}: name a .png, .svg or .pdf file in a folder to write in")
     if plot and not can_draw():
         raise UserError("--plot needs matplotlib: pip install 'tvb-mergekit[plot]'")
     facts, tensors = _facts_of(path, values)

@@ -63,11 +63,7 @@ NAMES = [f"{module}:{name}" for module, names in USED.items() for name in names.
 
 
 def on_import(module: ModuleType) -> str | None:
-    """Wrap the names of a module of mergekit, permanently and once.
-
-    Returns:
-        The reason why this mergekit cannot be used, in one line, or None.
-    """
+    """Wrap names of mergekit's module, for good and once; or say why this mergekit is unfit."""
     places = [f"{module.__name__[9:]}:{name}" for name in WRAPPED[module.__name__]]
     if problem := _problem(places):
         return problem
@@ -104,10 +100,7 @@ def ready() -> bool:
 
 
 def _problem(places: list[str]) -> str | None:
-    """A complaint about the installed mergekit: another minor version, or a name that is missing.
-
-    Names may have other meanings in another minor version.
-    """
+    """A complaint about the installed mergekit: another minor version, or a missing name."""
     installed, series = version("mergekit"), TESTED.rpartition(".")[0]
     problem = None if installed.startswith(f"{series}.") else f"is installed, {series} is needed"
     if problem := problem or next(filter(None, map(missing, places)), None):

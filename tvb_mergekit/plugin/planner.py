@@ -357,10 +357,10 @@ def check_tokenizer_source(config: MergeConfiguration) -> None:
     source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
     models = config.referenced_models() if source == "union" else [source] if source else []
     for model in [config.base_model if model == "base" else model for model in models]:
-        path = model.model.path
-        listed_or_there = model in config.referenced_models() or os.path.isdir(path)
-        if path.isalpha() and not listed_or_there and (near := hint(path, ("base", "union"))):
-            raise UserError(f"`tokenizer_source` is {source}{near}: no model here, and no folder")
+        path, found = model.model.path, model in config.referenced_models()
+        near = hint(path, ("base", "union")) if path.isalpha() else ""
+        if not (found or os.path.isdir(path)) and (near or not may_be_on_the_hub(path)):
+            raise UserError(f"`tokenizer_source` is {source}{near}: no such folder, no model here")
         if os.path.isdir(path) and not _has_tokenizer(path):
             raise UserError(
                 f"`tokenizer_source` is {source}: model {path} has no tokenizer files "

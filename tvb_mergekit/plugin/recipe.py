@@ -39,12 +39,13 @@ from tvb_mergekit.core.settings import (
     shown,
     unknown_key,
 )
-from tvb_mergekit.errors import MergeRefused, UserError, hint, idle
+from tvb_mergekit.errors import MergeRefused, UserError, check_known, hint, idle
 from tvb_mergekit.hub import local
 from tvb_mergekit.plugin import store_of
 from tvb_mergekit.store.store import Bases, load
 from tvb_mergekit.tensors.adapter import MERGE_FIRST
 
+DTYPES = ("bfloat16", "float16", "float32", "float64")  # of weights
 _Section = tuple[str, Any]  # a part of the configuration, after its place
 
 
@@ -112,6 +113,9 @@ def read_recipe(config: MergeConfiguration, bases: Bases | None = None) -> Recip
     """
     if config.chat_template not in (None, "auto"):  # mergekit checks it after hours
         _set_chat_template(SimpleNamespace(), config)
+    for key in ("dtype", "out_dtype"):
+        if value := getattr(config, key):
+            check_known(value.removeprefix("torch."), DTYPES, f"`{key}` is {value}")
     if config.base_model is None:
         raise UserError(
             f"`base_model` is missing: {config.merge_method} needs the models' common base"

@@ -22,7 +22,7 @@ from torch import Tensor
 from tvb_mergekit import hub
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.settings import VARYING_KEYS, check_tasks, check_value, resolve_settings
-from tvb_mergekit.errors import UserError, check_known
+from tvb_mergekit.errors import UserError, check_known, idle
 from tvb_mergekit.store.add import add_task
 from tvb_mergekit.store.build import build_store, kept_share
 from tvb_mergekit.store.change import remove, undo
@@ -172,6 +172,8 @@ def merge(
     for place, item in enumerate(items):
         if item.inputs and not settings.excludes(item.name):
             items[place] = replace(item, tunables=tunables)
+    if settings.exclude and not any(settings.excludes(item.name) for item in items):
+        warnings.warn(idle("exclude", settings.exclude, [i.name for i in items]), stacklevel=2)
     once = [item for item in items if item.tunables and item.counted_as == item.name]
     tasks = TaskSet(settings, bases.tasks, bases.scales.tolist(), once)
     tasks.sums = None if settings.exclude else bases.sums(range(bases.num_bases))
@@ -184,10 +186,7 @@ def merge(
 
 
 def base_of(bases: Bases, base: Model | None = None, dtype: torch.dtype | None = None) -> Weights:
-    """Open the base, by default where the store says that it is.
-
-    Raise UserError for another base, or a `dtype` that is not floating-point.
-    """
+    """Open the base, by default the store's. UserError for another, or an integer `dtype`."""
     if dtype is not None and not dtype.is_floating_point:
         raise UserError(f"`dtype` is {dtype}: expected a floating-point torch.dtype")
     base = bases.base_name if base is None else base

@@ -213,7 +213,7 @@ def _open_safetensors(folder: Path, shard: str) -> dict[str, TensorInfo]:
         safetensors.safe_open(path, framework="pt")  # compares header and file size
     except safetensors.SafetensorError as error:
         raise UserError(
-            f"{path}: truncated, damaged or not a safetensors file ({error}); download it again"
+            f"{path}: truncated, or a pointer of Git LFS ({error}); download it again"
         ) from error
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
