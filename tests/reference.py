@@ -228,10 +228,9 @@ def singular_vectors(bases: Array) -> Array:
     return orthonormal(left) * sizes @ orthonormal(right)
 
 
-def interference_free(bases: Array, flow_time: float | str = "auto", share: float = 1.0) -> Array:
+def interference_free(bases: Array, flow_time: float | str = "auto") -> Array:
     """WUDI (Cheng et al., 2025) from the sum, by least squares row by row, or for a time by the
-    matrix exponential of dD/dt = R - D A. `auto` ends it where the median input is half settled.
-    Of a random `share` of the entries B_m^T B_m has 1 / share times too large a diagonal."""
+    matrix exponential of dD/dt = R - D A. `auto` ends it where the median input is half settled."""
     scales = [1 / np.linalg.norm(base) if base.any() else 0.0 for base in bases]
     sides = np.concatenate([by * base for by, base in zip(scales, bases, strict=True)])
     goals = np.concatenate([by * base @ base.T for by, base in zip(scales, bases, strict=True)], 1)
@@ -241,13 +240,8 @@ def interference_free(bases: Array, flow_time: float | str = "auto", share: floa
     if flow_time == "auto":
         median = np.linalg.svd(sides)[1][min(sides.shape) // 2] ** 2
         flow_time = min(300.0, 0.5 / max(median, 1e-9))
-    corrected = np.ones((columns, columns)) + (share - 1) * np.eye(columns)
-    squares = [
-        by**2 / share * base.T @ base * corrected for by, base in zip(scales, bases, strict=True)
-    ]
     flow = np.zeros((columns + rows, columns + rows))  # of D and the identity, side by side
-    flow[:columns, :columns] = -sum(squares)
-    flow[columns:, :columns] = sum(base @ each for base, each in zip(bases, squares, strict=True))
+    flow[:columns, :columns], flow[columns:, :columns] = -sides.T @ sides, goals @ sides
     grown = expm(float(flow_time) * flow)[:, :columns]
     return total @ grown[:columns] + grown[columns:]
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference
 import torch
 import worlds
 import xxhash
@@ -501,9 +500,18 @@ def sampled(tau: Tensor, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(40, 30), (6, 50)])
 def test_wudi_over_samples(shape: tuple[int, int]) -> None:
-    """WUDI with corrected products; also where M m < n."""
+    """WUDI with corrected products, by its definition in float64; also where M m < n."""
     taus = torch.randn(3, *shape, generator=torch.Generator().manual_seed(1))
     bases = torch.stack([sampled(tau, k) for k, tau in enumerate(taus)])
-    want = torch.from_numpy(reference.interference_free(bases.double().numpy(), 30, SHARE))
+    normal, right = torch.zeros(shape[1], shape[1]).double(), torch.zeros(shape).double()
+    for base in bases.double():
+        square = base.T @ base
+        square.diagonal().mul_(SHARE)
+        square /= SHARE * base.square().sum()
+        normal, right = normal + square, right + base @ square
+    values, turned = torch.linalg.eigh(normal)
+    gain = torch.where(values > 1e-9, -torch.expm1(-30 * values) / values, 0)
+    total = bases.double().sum(0)
+    want = total - (total @ normal - right) @ (turned * gain) @ turned.T
     found = interference_free(bases, flow_time=30, shares=[SHARE] * 3)
     torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-3)

@@ -14,7 +14,7 @@ import torch
 import transformers
 from commands import Result, merge, recipe, tvb, write
 from safetensors.torch import save_file
-from tiny import DECODER, TASKS, as_bin, family, gpt2, llama, load, save_tokenizer
+from tiny import TASKS, as_bin, family, gpt2, llama, load, save_tokenizer
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
@@ -138,13 +138,6 @@ VISION = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "image_size": 16, "patch_size": 8,
 }  # fmt: skip
-
-
-def llava() -> nn.Module:
-    vision = transformers.CLIPVisionConfig(**VISION)
-    text = transformers.LlamaConfig(**DECODER)
-    config = transformers.LlavaConfig(vision_config=vision, text_config=text)
-    return transformers.LlavaForConditionalGeneration(config)
 
 
 # Other forms of Llama checkpoints
