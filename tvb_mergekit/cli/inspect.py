@@ -84,8 +84,9 @@ def _tasks(facts: Facts, found: Numbers, names: list[str]) -> Sheet:
     last: dict[str, list[str]] = {}
     if not facts.whole:
         # The weight of each task in the sum that a merge adds, [T]: W_e v
-        shares = facts.shares
-        sums = [np.dot(row, shares) for row in found["encoder"] or []]
+        given = facts.parameters.get("basis_weights")  # of a merge over a store
+        shares = facts.shares if isinstance(facts, StoreFacts) else given or 1.0
+        sums = [np.multiply(row, shares).sum() for row in found["encoder"] or []]
         last["row sum"] = [f"{round(each, 3) + 0.0:.3f}" for each in sums] or ["?"] * len(names)
     elif found["bits"]:
         last["bits"] = [f"{each:.3g}" for each in found["bits"]]

@@ -291,10 +291,9 @@ def export(store: str, out: str, base: str | None, task: str | None, **values: A
     from tvb_mergekit.store.export import export as write
     from tvb_mergekit.store.store import load
 
-    every = values["every"]
-    if (task is None) != every:
+    if (task is None) != values["every"]:
         raise UserError("give one of --task NAME and --all")
     engine, bases = cli.engine_of(values), load(store)
     tasks, weights = [task] if task else bases.tasks, base_of(bases, base)
-    write(bases, weights, tasks, out, every, engine)
+    write(bases, weights, tasks, out, values["every"], engine)
     click.echo(f"Written to {out}")

@@ -31,8 +31,6 @@ OWN = (
     rf"\A(numbers-\d+\.safetensors|(vectors|gates)/{NAME}\.safetensors"
     rf"|files(/(?!\.\.?(/|\Z)){NAME}){{2}})\Z"
 )
-
-
 # Keys of a later version are dropped.
 KEYS = ConfigDict(extra="ignore", strict=True, frozen=True, regex_engine="python-re")
 
@@ -97,11 +95,6 @@ class Facts(BaseModel):
         """Whether the vectors are the task vectors: encoder and decoder are the identity."""
         return self.parameters.get("basis") == "none"
 
-    @property
-    def shares(self) -> list[float]:
-        """v [M], the factors of the bases in the sum that a merge adds."""
-        return self.parameters.get("basis_weights") or [1.0] * self.num_bases
-
 
 class StoreFacts(Facts):
     """All of a store's `store.json`."""
@@ -150,10 +143,8 @@ Kind = TypeVar("Kind", bound=Facts)
 
 
 def write_facts(file: Path, facts: Facts) -> None:
-    """Write `basis.json` or `store.json`, with its checksum; an earlier one is replaced.
-
-    The former state of a store is written without its own former state.
-    """
+    """Write `basis.json` or `store.json`, with its checksum, in place of an earlier one."""
+    # The former state of a store is written without its own former state.
     plain = facts.model_dump(mode="json", exclude={"previous": {"previous"}})
     text = json.dumps({**plain, CHECKSUM: _checksum(plain)}, indent=2, allow_nan=False)
     write_file(file, f"{text}\n".encode())
