@@ -10,10 +10,10 @@ import pytest
 import reference
 import torch
 import yaml
-from commands import refused, tvb, write
+from commands import refused, slices, tvb, write
 from reference import Dense
 from safetensors.torch import load_file, save_file
-from test_faults import OF_FILES, RECIPES, SLICED, Case, prepare, snapshot
+from test_faults import OF_FILES, RECIPES, Case, prepare, recipe, snapshot
 from torch import Tensor
 from worlds import Models, World
 
@@ -165,7 +165,7 @@ def test_a_report_that_is_damaged(made: Path) -> None:
 # Recipes: refused where merges refuse them, in the same words
 
 NOT_CHECKED = {"overflow"}  # what only writing shows
-CASES: dict[str, Case] = {f"recipe: {name}": case for name, case in RECIPES.items()} | OF_FILES
+CASES: dict[str, Case] = RECIPES | OF_FILES
 
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - NOT_CHECKED))
@@ -184,7 +184,8 @@ def test_recipes_that_a_merge_refuses(name, tmp_path, tiny_models, monkeypatch, 
 def test_excluded_tensors_of_a_merge_with_slices(tmp_path, tiny_models, monkeypatch) -> None:
     prepare(tmp_path / "work", tiny_models, Case())
     monkeypatch.chdir(tmp_path / "work")
-    document = SLICED | {"parameters": {"exclude": "lm_head"}}
+    document = recipe({"exclude": "lm_head"}) | slices("./base", ["./a", "./b"], [(0, 1), (1, 2)])
+    del document["models"]
     Path("recipe.yml").write_text(yaml.safe_dump(document))
     said = " ".join(tvb("inspect", "recipe.yml", "--quiet").stdout.split())
     assert "1 tensor left to the base, excluded by the recipe: lm_head.weight" in said

@@ -22,7 +22,7 @@ import torch
 import transformers
 import yaml
 from click.testing import CliRunner
-from commands import merge, recipe, slices, tvb, write
+from commands import merge, recipe, refused, slices, tvb, write
 from mergekit.scripts import run_yaml
 from reference import Dense
 from safetensors.torch import load_file, save_file
@@ -332,8 +332,8 @@ def test_models_unlike_the_base(tmp_path, caplog, recwarn, change, said):
         assert len(told) == bool(said) and all(said in line for line in told), told
 
 
-# Recipes as people publish them, with our methods in place of mergekit's: the coefficient of each
-# task vector in the merged model, or what the one line of a refusal says
+# Recipes as people publish them, with our methods in place of mergekit's, and mistakes in recipes:
+# the coefficient of each task vector in the merged model, or what the one line of a refusal says
 
 RECIPES = (Path(__file__).parent / "facts" / "published.txt").read_text()
 PUBLISHED = re.findall(r"^== (.*)\n((?:(?!== ).*\n)+)", RECIPES, re.M)
@@ -357,6 +357,7 @@ def test_published_recipes(published, tmp_path, monkeypatch, right, text):
     if not right.startswith("{"):
         assert done.exit_code == 1 and not out.exists()
         assert right in done.output and done.output.count("\n") == 1, done.output
+        assert right in refused("inspect", file, "--quiet")
         return
     assert done.exit_code == 0, done.output
     states = {"a": load(published / "a"), "b": load(published / "b")}
