@@ -218,6 +218,14 @@ def test_an_adapter_over_another_model(world, tmp_path, tokenizer):
         tau = x[name].double() + y[name].double() - 2 * theta.double() + over[name] + own[name]
         want = theta.double() + 0.5 * tau
         torch.testing.assert_close(merged[name].double(), want, atol=1e-6, rtol=0)
+    # G of adapters alone, of which the base's has factors
+    file = write(recipe("basis_ta", models.base, listed[::2]) | tokenizer, tmp_path / "two")
+    told = json.loads(tvb("inspect", file, "--json", "--quiet").stdout)
+    taus = {"over": {n: x[n].double() - theta + over[n] for n, theta in base.items()}, "own": own}
+    vectors = torch.stack([torch.cat([tau[n].flatten() for n in base]) for tau in taus.values()])
+    torch.testing.assert_close(
+        torch.tensor(told["gram"]).double(), vectors @ vectors.T, rtol=1e-5, atol=1e-3
+    )
 
 
 def test_a_vocabulary_in_another_order(world, tmp_path):

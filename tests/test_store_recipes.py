@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import yaml
 from commands import Result, assert_same, merge, ready, recipe, tvb, write
 from reference import Dense, merged
-from test_codecs import models, vector
+from test_codecs import models, tau_of, vector
 from tiny import TASKS, llama, load
 from worlds import Models, World, adapters, save, tensors_of
 
@@ -168,6 +169,12 @@ def test_builds_over_stores(words, family, built, tmp_path):
         old -= vector(family.states[0], names)[:, None]
     found = torch.stack([vector(each, names) for each in tensors_of(tasks)], 1)
     torch.testing.assert_close(found, old, rtol=1e-6, atol=1e-8)
+    some = [name for name in names if "mlp" not in name]  # whose G is known to no store
+    part = write({**over, "parameters": {"exclude": "mlp"}}, tmp_path / "part")
+    told = json.loads(tvb("inspect", part, "--json", "--quiet").stdout)["norms"]
+    for number, task in ((0, "math"), (3, "chat")):
+        known = weights[task] * float(tau_of(family, number, some).norm())
+        assert told[task] == pytest.approx(known, rel=0.1)
     scaled = old * torch.tensor([6.0, 3, 3, 3, 3])
     columns = torch.stack([vector(each, names) for each in tensors_of(bases)], 1)
     torch.testing.assert_close(columns, scaled @ bases.encoder, rtol=2**-7, atol=1e-4)
