@@ -326,6 +326,7 @@ def test_a_task_joins_leaves_and_comes_back(case: str, tmp_path: Path) -> None:
     tvb("inspect", store)
     state = stores.read_store(store)
     assert state.previous is not None
+    assert not any(vector.gates for vector in state.vectors)  # bases show no task
     named = {"store.json", ".lock", "vectors/mine.txt", *state.held, *state.previous.held}
     assert contents(store).keys() == named  # nothing is left behind
 

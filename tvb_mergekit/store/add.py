@@ -64,7 +64,8 @@ def add_task(
         joins = bases.facts.whole and most > count  # and the store stays one of all tasks
         inputs = replace(inputs, items=_given(bases, inputs))
         both = _beside(bases, inputs, joins)
-        raw = sums_of(both, engine)
+        names = [*(vector.name for vector in facts.vectors), *inputs.tasks]
+        raw = sums_of(replace(both, tasks=names), engine)
         alone = encoded_by(inputs, replace(raw, gram=raw.gram[-1:, -1:]))  # must not be 0
         known = [facts.norms[t] / abs(w) for t, w in facts.parameters["weights"].items()]
         if reason := unlike(raw.norms[-1], raw.base_norm_squared**0.5, known):
@@ -149,8 +150,7 @@ def _beside(bases: Bases, inputs: TaskSet, samples: bool) -> TaskSet:
         parts = [*(Part.of(vector, item.name) for vector in bases.vectors), *item.inputs]
         parts = parts if samples else [replace(part, share=1.0) for part in parts]
         items.append(replace(item, inputs=tuple(parts)))
-    tasks = [*(vector.name for vector in bases.facts.vectors), *inputs.tasks]
-    return replace(inputs, tasks=tasks, items=items, sums=None)
+    return replace(inputs, items=items, sums=None)
 
 
 def _joined(old: StoreFacts, new: Mapping[str, Any]) -> dict[str, Any]:
