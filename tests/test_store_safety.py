@@ -130,6 +130,7 @@ KEYS: dict[str, Callable[[dict[str, Any]], object]] = {
     "files of another vector": swap,
     "a norm that is NaN": lambda found: found["norms"].update(a=float("nan")),
     "a share of 2": lambda found: found["vectors"][0].update(share=2.0),
+    "other tensors": lambda found: found["tensors"].pop(),
     "no weights of a vector": lambda found: found["vectors"][0].update(weights=None),
     "version 4": lambda found: found.update(format_version=4),
 }
@@ -200,6 +201,14 @@ def test_a_flipped_bit_or_a_cut_is_found(kind: str, here: Path) -> None:
             assert refused("inspect", kind), (name, place)
         (here / kind / name).write_bytes(before)
     tvb("inspect", kind)
+
+
+def test_a_damaged_name_of_a_tensor_is_found_before_it_is_read(here: Path) -> None:
+    """Where no checksum is compared."""
+    file = here / "grown/vectors/B2-4.safetensors"
+    file.write_bytes(file.read_bytes().replace(b"q_proj", b"q_qroj", 1))
+    said = refused("export", "grown", "out", "--task", "a", "--quiet")
+    assert "B2 has other tensors than store.json says" in said
 
 
 def test_a_file_that_is_gone_is_one_line(here: Path) -> None:

@@ -194,6 +194,11 @@ def load(path: str | os.PathLike[str], checksums: bool = False) -> Bases:
     facts = read_store(folder)
     check_files(folder, facts.held.values(), checksums)
     sources = [open_vector(folder, vector, None) for vector in facts.vectors]
+    for vector, source in zip(facts.vectors, sources, strict=True):
+        if vector.codec != "adapter" and source.tensors.keys() != {*facts.tensors}:
+            raise UserError(
+                f"{folder}: {vector.name} has other tensors than {STORE} says; {RESTORE}"
+            )
     return Bases(facts, load_numbers(folder, facts), sources, folder)
 
 
