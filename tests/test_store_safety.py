@@ -164,9 +164,7 @@ def test_folders_that_are_no_stores_are_refused(here: Path) -> None:
 def test_names_of_files() -> None:
     """Two have not the same, also where case does not count; none leads out of its folder."""
     found = slugs(["math", "Math", "..", "a/b", "x" * 99, "x" * 98, ""])
-    long = "x" * 60
-    unlike = ["math~1", "Math~2", "task~3", "a-b", f"{long}~5", f"{long}~6", "task~7"]
-    assert found == unlike
+    assert found == f"math~1 Math~2 task~3 a-b {'x' * 60}~5 {'x' * 60}~6 task~7".split()
 
 
 HOSTILE = ("../mine.json", "..\\mine.json", "a/b.json", "mine.bin")
@@ -201,14 +199,6 @@ def test_a_flipped_bit_or_a_cut_is_found(kind: str, here: Path) -> None:
             assert refused("inspect", kind), (name, place)
         (here / kind / name).write_bytes(before)
     tvb("inspect", kind)
-
-
-def test_a_damaged_name_of_a_tensor_is_found_before_it_is_read(here: Path) -> None:
-    """Where no checksum is compared."""
-    file = here / "grown/vectors/B2-4.safetensors"
-    file.write_bytes(file.read_bytes().replace(b"q_proj", b"q_qroj", 1))
-    said = refused("export", "grown", "out", "--task", "a", "--quiet")
-    assert "B2 has other tensors than store.json says" in said
 
 
 def test_a_file_that_is_gone_is_one_line(here: Path) -> None:

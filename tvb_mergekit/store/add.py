@@ -111,16 +111,14 @@ def add_task(
     return load(change.store)
 
 
-def _room(
-    bases: Bases, task: str, compress: str | None, budget: int | None
-) -> tuple[str, int | None]:
+def _room(bases: Bases, task: str, how: str | None, budget: int | None) -> tuple[str, int | None]:
     """The compression of full bases, and the budget. Raise UserError if the store cannot grow."""
     facts, where, kind = bases.facts, bases.path, bases.facts.parameters["basis"]
     if task in bases.tasks:
         raise UserError(f"the task {task!r} is in {where} already: give another name")
     if facts.compress is None:
         raise UserError(f"the bases in {where} are {kind}, which cannot grow: build another basis")
-    how, budget = compress or facts.compress, facts.budget if budget is None else budget
+    how, budget = how or facts.compress, facts.budget if budget is None else budget
     if how == "balanced" and facts.basis_weights is None:
         said = f"the bases in {where} ({kind}) do not hold the sum of all tasks"
         raise UserError(f"{said}: compress by ae, or build the store with `basis: balanced`")

@@ -95,8 +95,7 @@ def planned(inputs: TaskSet, dtype: torch.dtype | None, share: float) -> list[Ve
         raise UserError(
             "--lossless and --keep keep all tasks: leave out the keys of a basis, or the option"
         )
-    own = name_of_dtype(dtype or inputs.own_dtype)
-    count = settings.bases_of(len(inputs.tasks))
+    own, count = name_of_dtype(dtype or inputs.own_dtype), settings.bases_of(len(inputs.tasks))
     mean = ["mean"] if settings.basis == "pca" else []
     return [Vector(name=name, dtype=own) for name in (*(f"B{m}" for m in range(count)), *mean)]
 

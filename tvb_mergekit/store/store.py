@@ -196,9 +196,7 @@ def load(path: str | os.PathLike[str], checksums: bool = False) -> Bases:
     sources = [open_vector(folder, vector, None) for vector in facts.vectors]
     for vector, source in zip(facts.vectors, sources, strict=True):
         if vector.codec != "adapter" and source.tensors.keys() != {*facts.tensors}:
-            raise UserError(
-                f"{folder}: {vector.name} has other tensors than {STORE} says; {RESTORE}"
-            )
+            raise UserError(f"{folder}: {vector.name} has other tensors than {STORE} says")
     return Bases(facts, load_numbers(folder, facts), sources, folder)
 
 
