@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
-from tvb_mergekit.atomic import write_file
 from tvb_mergekit.errors import megabytes
 from tvb_mergekit.figures import BLUE, DARK, LABEL, ORANGE, rendered
 from tvb_mergekit.store.facts import Facts, StoreFacts
 from tvb_mergekit.store.report import remarks, vectors
 from tvb_mergekit.tables import Sheet, matrix, printable, shortened, show
+from tvb_mergekit.tensors.output import write_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -49,7 +49,6 @@ def score(paths: tuple[str, ...], out: str | None, **values: Any) -> None:
     """
     from rich.console import Console
 
-    from tvb_mergekit.atomic import write_file
     from tvb_mergekit.figures import MADE
     from tvb_mergekit.score.table import FILES, gather, sheets, written
     from tvb_mergekit.tables import printable, show
@@ -65,5 +64,5 @@ def score(paths: tuple[str, ...], out: str | None, **values: Any) -> None:
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)
         for name, text in written(found).items():
-            write_file(Path(out, name), text.encode(errors="backslashreplace"))
+            Path(out, name).write_bytes(text.encode(errors="backslashreplace"))
         click.echo(f"Written to {out}")

@@ -30,12 +30,11 @@ from tvb_mergekit.store.facts import Facts
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import say_untied, weight_files
 from tvb_mergekit.tensors.output import (
-    FolderWriter,
     check_disk,
     check_output_folder,
-    into,
     plan_shards,
     staged,
+    to_files,
 )
 from tvb_mergekit.tensors.passes import share_of
 
@@ -88,8 +87,8 @@ def write_model(plan: Plan, document: Document, folder: Path, started: float) ->
     """
     items = plan.tensors.items
     limit = max(plan.options.out_shard_size or 0, 0) or sys.maxsize
-    files = FolderWriter(folder, plan_shards(items, limit), {"format": "pt"})
-    plan.merge_into(into(files), share_of(items))
+    sink = to_files(folder, plan_shards(items, limit), {"format": "pt"})
+    plan.merge_into(sink, share_of(items))
     ranks.dismiss()  # only the leader goes on
     _write_companions(plan, document, folder)
     seconds = plan.basis.seconds

@@ -19,7 +19,7 @@ from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
 from tvb_mergekit.tensors.coding import Coded, Draw, keep
-from tvb_mergekit.tensors.output import MARKER, FolderWriter, into
+from tvb_mergekit.tensors.output import MARKER, each_into, to_files
 from tvb_mergekit.tensors.passes import combine_pass, share_of
 from tvb_mergekit.tensors.stream import Engine, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -48,9 +48,9 @@ def _numbers(files: Files, inputs: TaskSet, matrix: Tensor, engine: Engine) -> l
     dtypes = [getattr(torch, form.dtype) for form in files.values()]
     items = [replace(item, out=dtypes[0]) for item in inputs.items]
     heads = {path: {"format": "pt", MARKER: form.name} for path, form in files.items()}
-    writers = [FolderWriter(p.parent, {p.name: items}, head) for p, head in heads.items()]
+    sinks = [to_files(p.parent, {p.name: items}, head) for p, head in heads.items()]
     steps = dict.fromkeys(inputs.names, Step.of(matrix))
-    combine_pass(share_of(items), steps, into(*writers), engine, title="Bases")
+    combine_pass(share_of(items), steps, each_into(*sinks), engine, title="Bases")
     ranks.collect(None)  # all have written
     return [torch.finfo(each).eps / 2 * (each is not torch.float32) for each in dtypes]
 

@@ -107,8 +107,8 @@ def export(
             place, exact = folder / slug if every else folder, original(bases, task, base)
             made = items_of(bases, base, bases.sources), companions(base.folder)
             items, files = exact or made
-            writer = output.FolderWriter(place, output.plan_shards(items), {"format": "pt"})
-            combine(items, column, output.into(writer), engine)
+            sink = output.to_files(place, output.plan_shards(items), {"format": "pt"})
+            combine(items, column, sink, engine)
             for name, file in files.items():
                 (place / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, place / name)

@@ -16,10 +16,9 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from tvb_mergekit.atomic import write_file
 from tvb_mergekit.errors import UserError, complaints
 from tvb_mergekit.store import STORE
-from tvb_mergekit.tensors.output import checksum_of, header_of
+from tvb_mergekit.tensors.output import checksum_of, header_of, write_file
 
 FOLDER = "basis"  # in a merged model: beside its weights, some programs would load the numbers
 FACTS, TENSORS = "basis.json", "basis.safetensors"

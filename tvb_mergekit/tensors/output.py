@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import BinaryIO, cast
 
 import torch
 import xxhash
@@ -135,52 +135,55 @@ def plan_shards(items: Sequence[Item], limit: int = SHARD_BYTES) -> Shards:
     return {f"model-{k:05d}-{ends}": group for k, group in enumerate(groups, 1)}
 
 
-class FolderWriter:
-    """The weight files of one folder, with an index if there are several.
+def to_files(folder: Path, plan: Shards, metadata: Mapping[str, str]) -> Sink:
+    """A sink that fills the weight files of one folder, with an index if there are several.
 
     The leader of several processes makes them.
     """
-
-    def __init__(self, folder: Path, plan: Shards, metadata: Mapping[str, str]) -> None:
-        self.folder, self._local = folder, threading.local()
-        self._places: dict[str, tuple[Path, int]] = {}  # file and first byte of each tensor
-        where = dict[str, str]()
-        for name, items in plan.items():
-            header = header_of(metadata, {item.name: (item.out, item.shape) for item in items})
-            place, path = len(header), folder / name
-            for item in items:
-                self._places[item.name], where[item.name] = (path, place), name
-                place += item.written
-            if ranks.leads():
-                folder.mkdir(parents=True, exist_ok=True)
-                with path.open("wb") as file:
-                    file.write(header)
-                    file.truncate(place)
-        if ranks.leads() and len(plan) > 1:
-            total = sum(item.written for items in plan.values() for item in items)
-            index = {"metadata": {"total_size": total}, "weight_map": where}
-            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        ranks.collect(None)
-
-    def write(self, item: Item, start: int, values: Tensor) -> None:
-        """Write elements of a tensor, from `start` on, at their place; in any thread."""
-        path, place = self._places[item.name]
-        if getattr(self._local, "path", None) != path:  # a thread holds one file open
-            self._local.path, self._local.file = path, OwnFile(path, "r+b")
-        file: OwnFile = self._local.file
-        file.seek(place + start * item.out.itemsize)
-        data = cast(memoryview, values.contiguous().view(torch.uint8).numpy())
-        done = 0
-        while done < len(data):  # Linux writes 2 GB at most
-            done += file.write(data[done:])
-
-
-def into(*writers: FolderWriter) -> Sink:
-    """A sink that writes output k to folder k."""
+    places = dict[str, tuple[Path, int]]()  # file and first byte of each tensor
+    local = threading.local()
+    for name, items in plan.items():
+        header = header_of(metadata, {item.name: (item.out, item.shape) for item in items})
+        place, path = len(header), folder / name
+        for item in items:
+            places[item.name] = path, place
+            place += item.written
+        if ranks.leads():
+            folder.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                file.write(header)
+                file.truncate(place)
+    if ranks.leads() and len(plan) > 1:
+        total = sum(item.written for items in plan.values() for item in items)
+        where = {name: path.name for name, (path, _) in places.items()}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    ranks.collect(None)
 
     def write(item: Item, start: int, stop: int, values: Tensor) -> None:
-        for writer, row in zip(writers, values.expand(len(writers), -1), strict=True):
-            writer.write(item, start, row)
+        path, place = places[item.name]
+        if getattr(local, "path", None) != path:  # a thread holds one file open
+            local.path, local.file = path, OwnFile(path, "r+b")
+        write_at(local.file, place + start * item.out.itemsize, values)
+
+    return write
+
+
+def write_at(file: BinaryIO, place: int, values: Tensor) -> None:
+    """Write the bytes of a tensor at their place."""
+    file.seek(place)
+    data = cast(memoryview, values.contiguous().view(-1).view(torch.uint8).numpy())
+    done = 0
+    while done < len(data):  # Linux writes 2 GB at most
+        done += file.write(data[done:])
+
+
+def each_into(*sinks: Sink) -> Sink:
+    """A sink that gives output k to sink k."""
+
+    def write(item: Item, start: int, stop: int, values: Tensor) -> None:
+        for sink, row in zip(sinks, values.expand(len(sinks), -1), strict=True):
+            sink(item, start, stop, row)
 
     return write
 
@@ -202,3 +205,11 @@ def checksum_of(path: Path) -> str:
         while block := file.read(2**24):
             digest.update(block)
     return digest.hexdigest()
+
+
+def write_file(target: Path, data: bytes) -> None:
+    """Write a file completely or not at all: a new one next to `target`, which replaces it."""
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent) as folder:
+        path = Path(folder, target.name)
+        path.write_bytes(data)
+        os.replace(path, target)

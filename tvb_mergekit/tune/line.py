@@ -30,7 +30,7 @@ from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.plugin.planner import planned
 from tvb_mergekit.plugin.run import merge
 from tvb_mergekit.tensors.merging import merge_items
-from tvb_mergekit.tensors.output import FolderWriter, check_disk, into, plan_shards
+from tvb_mergekit.tensors.output import check_disk, plan_shards, to_files
 from tvb_mergekit.tensors.stream import Item
 from tvb_mergekit.tune.search import Estimate, mean
 from tvb_mergekit.tune.tasks import EvalTask
@@ -89,8 +89,8 @@ def draw(tuning: Tuning, work: Path) -> tuple[float, dict[str, Item]]:
             for i in directions
         ]
         for name, items in (("start", starts), ("direction", directions)):
-            writer = FolderWriter(work / name, plan_shards(items, sys.maxsize), {})
-            merge_items(basis, items, into(writer), plan.engine, alone=name == "direction")
+            sink = to_files(work / name, plan_shards(items, sys.maxsize), {})
+            merge_items(basis, items, sink, plan.engine, alone=name == "direction")
         return (-1.0 if negation else basis.scale), moving
 
 

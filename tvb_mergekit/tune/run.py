@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from tvb_mergekit.atomic import write_file
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.figures import can_draw, rendered
 from tvb_mergekit.plugin.document import from_mapping
 from tvb_mergekit.plugin.inputs import Options
 from tvb_mergekit.progress import bars
-from tvb_mergekit.tensors.output import check_output_folder
+from tvb_mergekit.tensors.output import check_output_folder, write_file
 from tvb_mergekit.tune import search
 from tvb_mergekit.tune.line import Tuning, moving_model, read_tuning
 from tvb_mergekit.tune.tasks import Evaluation, load_model, load_tasks, score
