@@ -65,7 +65,7 @@ def changes(base: Path, adapter: Path) -> dict[str, Tensor]:
 
 
 def read(base: Path, folder: Path) -> Adapter:
-    return Adapter(folder, Checkpoint.open(base), label="math")
+    return Adapter(folder, Checkpoint.open(base))
 
 
 def dense(factors: Factors | Sequence[Factors]) -> Tensor:

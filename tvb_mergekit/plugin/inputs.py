@@ -17,7 +17,7 @@ from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.planner import plan_only
-from tvb_mergekit.tensors.adapter import CONFIG, WEIGHTS, Target
+from tvb_mergekit.tensors.adapter import CONFIG, WEIGHTS, key_of
 from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN
 from tvb_mergekit.tensors.merging import build_basis, merged_factors
 from tvb_mergekit.tensors.output import check_output_folder, staged
@@ -112,26 +112,29 @@ def merge_to_adapter(
                 "`mergekit-extract-lora` makes an adapter"
             )
     basis = build_basis(plan.tasks, plan.engine)
-    tensors, ranks = dict[str, Tensor](), dict[Target, int]()
+    tensors, ranks, conv1d = dict[str, Tensor](), dict[str, int](), False
     # Patterns are of mergekit's names, the adapter has those of the base's files.
     for item, own in zip(plan.tasks.items, tasks.items, strict=True):
-        target = next(a.targets[own.name] for a in adapters if own.name in a.targets)
+        targets = (a.targets[own.name] for a in adapters if own.name in a.targets)
+        module, transposed, embedding = next(targets)
         factors = merged_factors(basis, item)
         if factors.rank:
-            ranks[target] = factors.rank
+            ranks[module] = factors.rank
+            conv1d |= transposed and not embedding
             up, down = factors.left, factors.right
-            halves = {"A": up.T, "B": down.T} if target.transposed else {"A": down, "B": up}
-            tensors |= {target.key(h): t.to(dtype).contiguous() for h, t in halves.items()}
+            halves = {"A": up.T, "B": down.T} if transposed else {"A": down, "B": up}
+            for half, tensor in halves.items():
+                tensors[key_of(module, half, embedding)] = tensor.to(dtype).contiguous()
     with staged(out) as folder:
         save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-        text = json.dumps(_configuration(tasks, ranks), indent=2)
+        text = json.dumps(_configuration(tasks, ranks, conv1d), indent=2)
         (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
-def _configuration(tasks: TaskSet, ranks: Mapping[Target, int]) -> dict[str, Any]:
+def _configuration(tasks: TaskSet, ranks: Mapping[str, int], conv1d: bool) -> dict[str, Any]:
     """adapter_config.json. The scale alpha / r is 1 in every module."""
     most = max(ranks.values(), default=1)
-    pattern = {f"^{target.module}": rank for target, rank in ranks.items() if rank != most}
+    pattern = {f"^{module}": rank for module, rank in ranks.items() if rank != most}
     first = tasks.adapters[0].config
     return {
         "peft_type": "LORA",
@@ -141,8 +144,8 @@ def _configuration(tasks: TaskSet, ranks: Mapping[Target, int]) -> dict[str, Any
         "lora_alpha": most,
         "rank_pattern": pattern,
         "alpha_pattern": pattern,
-        "target_modules": sorted(_modules(tasks, [target.module for target in ranks])),
-        "fan_in_fan_out": any(t.transposed and not t.embedding for t in ranks),
+        "target_modules": sorted(_modules(tasks, [*ranks])),
+        "fan_in_fan_out": conv1d,
         "lora_dropout": 0.0,
         "bias": "none",
         "init_lora_weights": True,

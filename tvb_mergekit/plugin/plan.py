@@ -17,7 +17,7 @@ from torch import Tensor
 from tvb_mergekit.core.basis import Basis, Combination, Tunables, warnings
 from tvb_mergekit.core.gram import check_copied
 from tvb_mergekit.core.settings import VARYING_KEYS
-from tvb_mergekit.errors import UserError, listed, refusing
+from tvb_mergekit.errors import UserError, refusing
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.sources import Candidate
 from tvb_mergekit.store import report
@@ -28,10 +28,10 @@ from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint
 from tvb_mergekit.tensors.merging import check_matrices
 from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, Weights
 from tvb_mergekit.tensors.taskset import (
+    EXCLUDED,
     UNCHANGED,
     TaskSet,
-    check_most,
-    check_renamed,
+    check_missing,
     why_left_out,
 )
 
@@ -91,27 +91,14 @@ class MergedTensors:
             return ("", 0) if name is None else (tensors[name].shard, tensors[name].offset or 0)
 
         self.items = sorted(made, key=place)
-        if self.recipe.bases is None:
-            self._check_missing(lacking)
-        if lacking:
-            told = "%d tensors are in models, but neither in the base nor in the merge: %s"
-            LOG.warning(told, len(lacking), listed([*lacking]))
-
-    def _check_missing(self, lacking: Mapping[str, str]) -> None:
-        """Warn of tensors that a model lacks. Raise UserError if they are most of the base."""
-        reasons = {name: why for name, why in self.left_out.items() if why.startswith("missing")}
-        floating = [i for i in self.items if i.base is not None and i.base.dtype.is_floating_point]
-        part = sum(item.numel for item in floating if item.name in reasons)
-        whole = part + sum(item.numel for item in floating if item.tunables is not None)
+        every = (i for i in self.items if i.base is not None and i.base.dtype.is_floating_point)
+        shapes = {i.name: i.shape for i in every if self.left_out.get(i.name) != EXCLUDED}
+        others = {}
         for task, model in zip(self.recipe.tasks, self.recipe.models, strict=True):
             held = self.checkpoints[model].tensors
-            extra = {n: held[n].shape for n in lacking if n in held and held[n].stored}
-            check_renamed({i.name: i.shape for i in floating if i.name in reasons}, extra, task)
-        kinds = sorted(set(reasons.values()))
-        check_most(part, whole, f"{len(reasons)} {listed(kinds)} ({listed([*reasons])})")
-        for why in kinds:
-            names = listed([name for name, own in reasons.items() if own == why])
-            LOG.warning("not in %s, so the base's: %s", why.removeprefix("missing in "), names)
+            others[task] = {n: held[n].shape for n in lacking if n in held and held[n].stored}
+        for line in check_missing(self.left_out, shapes, others):
+            LOG.warning("%s", line)
 
     def _item(self, given: Candidate) -> Item:
         recipe, name, whole = self.recipe, given.weight.name, given.load

@@ -139,10 +139,10 @@ def _opened(
         vectors = recipe.bases.sources
         held |= {m: vectors[k] for m, k in zip(recipe.models, recipe.order, strict=True)}
     else:
-        for task, model in zip(recipe.tasks, recipe.models, strict=True):
+        for model in recipe.models:
             held[model] = under = weights(model)
             if model.lora is not None:
-                held[model] = Adapter(_adapter_folder(model, options), base, under, task)
+                held[model] = Adapter(_adapter_folder(model, options), base, under)
     tie([*held.values()])
     give_loaders(held)  # mergekit's planner looks at the names of tensors
     planner = planned_by_mergekit(document.config, base, options)

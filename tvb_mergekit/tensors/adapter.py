@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,17 +49,10 @@ _PLAIN: dict[str, tuple[object, ...]] = dict.fromkeys(_MORE.split(), ()) | {
 _SAVED = re.compile(r"\.modules_to_save(\.default)?(?=\.)|\.base_layer(?=\.)")
 
 
-class Target(NamedTuple):
-    """A matrix as PEFT names it; stored as [in, out] if `transposed` (Conv1D, embeddings)."""
-
-    module: str
-    transposed: bool
-    embedding: bool
-
-    def key(self, half: str) -> str:
-        """The key of lora_A or lora_B."""
-        kind = f"lora_embedding_{half}" if self.embedding else f"lora_{half}.weight"
-        return f"{PREFIX}{self.module}.{kind}"
+def key_of(module: str, half: str, embedding: bool) -> str:
+    """PEFT's key of lora_A or lora_B of a module."""
+    kind = f"lora_embedding_{half}" if embedding else f"lora_{half}.weight"
+    return f"{PREFIX}{module}.{kind}"
 
 
 class Adapter(Weights):
@@ -71,7 +64,8 @@ class Adapter(Weights):
         factors: of each matrix of a targeted tensor, by X's name; as X stores it, with the scale.
             Those of experts may be under names that X's files lack: see `loose`.
         dense: tensors that were trained completely (`modules_to_save`) -> their keys.
-        targets: of each tensor with factors.
+        targets: matrix -> its module as PEFT names it, whether it is stored as [in, out] (Conv1D,
+            embeddings), and whether it is of an embedding.
         config: adapter_config.json.
         claimed: loose names that a merge has found a tensor for.
     """
@@ -85,7 +79,6 @@ class Adapter(Weights):
         path: str | os.PathLike[str],
         base: Weights,
         under: Checkpoint | None = None,
-        label: str = "",
         config: dict[str, Any] | None = None,
     ) -> None:
         """Read the adapter in folder `path` of the model `under`, by default the base itself.
@@ -93,11 +86,9 @@ class Adapter(Weights):
         More than s B A and dense tensors (DoRA, trained biases, ...) is refused.
 
         Args:
-            label: the task's name, for messages.
             config: its adapter_config.json, if `path` is the file of its weights.
         """
-        self.path, self.label, self.base = Path(path), label, base
-        self.under = under or base
+        self.path, self.base, self.under = Path(path), base, under or base
         self.config = config or self._read_config()
         shapes = [{n: i.shape for n, i in m.tensors.items()} for m in (self.under, base)]
         if shapes[0] != shapes[1]:
@@ -110,7 +101,7 @@ class Adapter(Weights):
         self.files = self.file, self.under
         self.factors: dict[str, tuple[Factors, ...]] = {}
         self.dense: dict[str, str] = {}
-        self.targets: dict[str, Target] = {}
+        self.targets: dict[str, tuple[str, bool, bool]] = {}
         self.claimed: set[str] = set()
         halves: dict[tuple[str, bool], dict[str, str]] = {}  # (module, embedding) -> half -> key
         for key in sorted(self.file.tensors):
@@ -264,7 +255,7 @@ class Adapter(Weights):
         self._check_shape(module, (left.shape[0], right.shape[1]), name)
         left = left * self._scale(module, down.shape[0], up.shape[1])
         self.factors[name] = (Factors(left.contiguous(), right.contiguous()),)
-        self.targets[name] = Target(module, transposed, embedding)
+        self.targets[name] = module, transposed, embedding
 
     def _parameters(self, owner: str) -> list[str]:
         """The stacked parameters of a module that `target_parameters` names, the inner first.
@@ -364,5 +355,4 @@ class Adapter(Weights):
         return self._error(f"{text}; {MERGE_FIRST}")
 
     def _error(self, text: str) -> UserError:
-        who = f" (task `{self.label}`)" if self.label else ""
-        return UserError(f"adapter {self.path}{who}: {text}")
+        return UserError(f"adapter {self.path}: {text}")

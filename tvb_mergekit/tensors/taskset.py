@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from tvb_mergekit.tensors.stream import Item, Part, StateDict, Weights
 QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 ALIKE = "give models that were fine-tuned from this base, with their tensors named alike"
 EXCLUDED, UNCHANGED = "excluded by the recipe", "no adapter changes it"
+MISSING = "missing in "
 NO_WEIGHTS = StateDict({})
 
 
@@ -107,7 +109,7 @@ def why_left_out(
                 "weights; give an unquantized checkpoint, or leave the tensor out with `exclude`"
             )
     if missing := [task for task, part in zip(tasks, models, strict=True) if part is None]:
-        return absent or f"missing in {listed(missing)}"
+        return absent or MISSING + listed(missing)
     if all(part.factors == () for _, part in parts[1:]):
         return UNCHANGED
     for who, part in parts:
@@ -141,7 +143,6 @@ def match(
         asked to leave out.
     """
     tie([base, *sources])
-    notes = _notes(base, sources, tasks, settings)
     made = TaskSet(settings, tasks, [1.0] * len(tasks), items := [], base, sources=sources)
     counted: dict[tuple[str, ...], str] = {}  # first names in base and models -> the name here
     for name, info in base.tensors.items():
@@ -155,31 +156,18 @@ def match(
             made.tied[name] = first
             continue
         items.append(Item(name, info.shape, Part.of(base, name), tuple(filter(None, parts))))
+    shapes = [
+        {n: i.shape for n, i in each.tensors.items()
+         if i.stored and i.dtype.is_floating_point and not settings.excludes(n)}
+        for each in (base, *sources)
+    ]  # fmt: skip
+    notes = check_missing(made.left_out, shapes[0], dict(zip(tasks, shapes[1:], strict=True)))
     if not items:
         raise UserError(NO_TENSOR)
     if settings.exclude and EXCLUDED not in made.left_out.values():
         notes.append(idle("exclude", settings.exclude, made.names))
     notes += doubts((base, *sources), tasks) + check_words((base, *sources), tasks, made.names)
     return made, notes
-
-
-def _notes(
-    base: Weights, sources: Sequence[Weights], tasks: Sequence[str], settings: Settings
-) -> list[str]:
-    """A line about each model whose tensors are not those of the base."""
-    notes, lost, wanted = [], set[str](), _absent(base, NO_WEIGHTS, settings)
-    for task, source in zip(tasks, sources, strict=True):
-        missing, extra = _absent(base, source, settings), _absent(source, base, settings)
-        check_renamed({n: base.tensors[n].shape for n in missing},
-                      {n: source.tensors[n].shape for n in extra}, f"task `{task}`")  # fmt: skip
-        lost.update(missing)
-        reasons = (("missing in the model", missing), ("not in the base", extra))
-        found = ", ".join(f"{len(n)} {reason} ({listed(n)})" for reason, n in reasons if n)
-        who = f"the model of task `{task}`: left out of its task vector"
-        notes += [f"{who}: {found}"] if found else []
-    whole, part = (sum(base.tensors[name].numel for name in names) for names in (wanted, lost))
-    check_most(part, whole, "; ".join(notes))
-    return notes
 
 
 def doubts(models: Sequence[Weights], tasks: Sequence[str], trust: bool = False) -> list[str]:
@@ -255,41 +243,43 @@ def check_words(models: Sequence[Weights], tasks: Sequence[str], names: Iterable
     return notes
 
 
-def check_renamed(
-    missing: Mapping[str, tuple[int, ...]], extra: Mapping[str, tuple[int, ...]], who: str
-) -> None:
-    """Raise UserError if a tensor that a model lacks is in the model under another name.
+def check_missing(
+    left_out: Mapping[str, str],
+    base: Mapping[str, tuple[int, ...]],
+    models: Mapping[str, Mapping[str, tuple[int, ...]]],
+) -> list[str]:
+    """Lines about tensors that a model lacks, and about those that the base lacks.
+
+    Raise UserError if models lack most of the base, or have a tensor of it under another name.
 
     Args:
-        missing, extra: Names, with shapes, that only the base has and only the model has.
+        left_out: tensor -> why it stays the base's.
+        base, models: the shapes of the base's tensors that take part or are missing, and of each
+            task's. All are of floating point.
     """
-    if pair := renamed(missing, extra):
-        remedy = "save both by one class and version of transformers, without wrappers"
-        if "base_layer" in pair[1]:
-            remedy = "its adapter is not merged: `merge_and_unload()`, `save_pretrained`"
-        raise UserError(
-            f"tensor `{pair[0]}` is named `{pair[1]}` in {who}: {remedy}, or leave it out with "
-            "`exclude`"
-        )
-
-
-def check_most(part: int, whole: int, why: str) -> None:
-    """Raise UserError if models lack most of the base's elements: `part` of `whole`."""
+    missing = {n: why for n, why in left_out.items() if n in base and why.startswith(MISSING)}
+    extra = dict[str, None]()
+    for task, shapes in models.items():
+        others = {name: shape for name, shape in shapes.items() if name not in base}
+        if pair := renamed({name: base[name] for name in missing}, others):
+            remedy = "save both by one class and version of transformers, without wrappers"
+            if "base_layer" in pair[1]:
+                remedy = "its adapter is not merged: `merge_and_unload()`, `save_pretrained`"
+            raise UserError(
+                f"tensor `{pair[0]}` is named `{pair[1]}` in task `{task}`: {remedy}, or leave it "
+                "out with `exclude`"
+            )
+        extra |= dict.fromkeys(others)
+    lines = []
+    for why in sorted(set(missing.values())):
+        names = [name for name, own in missing.items() if own == why]
+        lines.append(f"not in {why.removeprefix(MISSING)}, so the base's: {listed(names)}")
+    part, whole = (sum(math.prod(base[name]) for name in names) for names in (missing, base))
     if 2 * part > whole:
         raise UserError(
-            f"{100 * part / whole:.0f} % of the base would be left out: {why}; {ALIKE}, or leave "
-            "tensors out with `exclude`"
+            f"{100 * part / whole:.0f} % of the base would be left out: {'; '.join(lines)}; "
+            f"{ALIKE}, or leave tensors out with `exclude`"
         )
-
-
-def _absent(weights: Weights, other: Weights, settings: Settings) -> list[str]:
-    """The tensors, each under one name, that `other` has under none of their names.
-
-    They are of floating point, and `exclude` does not match them.
-    """
-    there = {weights.canonical(name) for name in weights.tensors if name in other.tensors}
-    found: dict[str, str] = {}
-    for name, info in weights.tensors.items():
-        if info.dtype.is_floating_point and not settings.excludes(name):
-            found.setdefault(weights.canonical(name), name)
-    return [name for place, name in found.items() if place not in there]
+    if extra:
+        lines.append(f"not in the base, and so not in the merge: {listed([*extra])}")
+    return lines
