@@ -16,13 +16,13 @@ from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Combination, Tunables, warnings
 from tvb_mergekit.core.gram import check_copied
-from tvb_mergekit.core.settings import VARYING_KEYS
+from tvb_mergekit.core.settings import VARYING_KEYS, check_value
 from tvb_mergekit.errors import UserError, refusing
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.sources import Candidate
 from tvb_mergekit.store import report
 from tvb_mergekit.store.facts import Facts
-from tvb_mergekit.store.store import combined
+from tvb_mergekit.store.store import over_store
 from tvb_mergekit.tensors import merging, ranks
 from tvb_mergekit.tensors.checkpoint import DTYPES, Checkpoint
 from tvb_mergekit.tensors.merging import check_matrices
@@ -157,16 +157,17 @@ class MergedTensors:
 
     def _tunables(self, given: Candidate) -> Tunables:
         """The keys that may vary, resolved for this tensor, and noted for the report."""
+        values = dict[str, float]()
         for key in VARYING_KEYS:
-            value = given.values.get(key)
-            if value is not None:
-                self.tunables.setdefault(key, set()).add(value)
+            if (value := given.values.get(key)) is not None:
+                values[key] = check_value(key, value)
+                self.tunables.setdefault(key, set()).add(values[key])
             elif key in given.values:
                 raise UserError(
                     f"`{key}` has no value for tensor `{given.weight.name}`, which matches none of "
                     "its filters; add an entry without `filter`"
                 )
-        return Tunables.of(given.values)
+        return Tunables.of(values)
 
     def _count_once(self, item: Item) -> str:
         """The name under which a tensor counts in the Gram matrix: its own, or that of the first
@@ -259,7 +260,10 @@ class Plan:
             assert item.base is not None
             tensor = item.whole(item.base)
             check_copied(item.name, tensor, any(s.excludes(item.name) for s in excluding))
-        self.built = combined(self.recipe.bases, self.tasks, self.engine, inner)
+        if store is None:
+            self.built = merging.build_basis(self.tasks, self.engine, inner=inner)
+        else:
+            self.built = over_store(store, self.tasks, self.engine)
         return self.built
 
     def merge_into(self, sink: Sink, items: Sequence[Item]) -> None:

@@ -341,13 +341,6 @@ def used(bases: Bases, method: str) -> list[int]:
     return [*range(len(bases.sources) if method == "basis_negate" else bases.num_bases)]
 
 
-class Parameter(ParameterSpec):
-    """A parameter whose complaint names the key, unlike mergekit's own."""
-
-    def validate(self, value: Any) -> Any:
-        return None if value is None else check_value(self.name, value)
-
-
 class BasisMethod(MergeMethod):
     """One of METHODS. mergekit's planner uses its name and its parameters; see `planner`."""
 
@@ -359,7 +352,7 @@ class BasisMethod(MergeMethod):
         self.spec = MergeMethodSpec(
             name=name,
             parameters=tuple(
-                Parameter(key.name, Any, ParameterScope.SHARED, default, key.help)
+                ParameterSpec(key.name, Any, ParameterScope.SHARED, default, key.help)
                 for key, default in rows
                 if name in key.methods
             ),

@@ -27,9 +27,9 @@ from tvb_mergekit.store.add import add_task
 from tvb_mergekit.store.build import build_store, kept_share
 from tvb_mergekit.store.change import remove, undo
 from tvb_mergekit.store.export import combine, items_of, task_column
-from tvb_mergekit.store.store import Bases, combined, load
+from tvb_mergekit.store.store import Bases, load, over_store
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
-from tvb_mergekit.tensors.merging import check_matrices, merge_items, settings_over
+from tvb_mergekit.tensors.merging import build_basis, check_matrices, merge_items, settings_over
 from tvb_mergekit.tensors.output import MARKER, in_memory
 from tvb_mergekit.tensors.stream import Engine, StateDict, Weights, device_of
 from tvb_mergekit.tensors.taskset import UNCHANGED, TaskSet, match
@@ -178,7 +178,7 @@ def merge(
     tasks = TaskSet(settings, bases.tasks, bases.scales.tolist(), once)
     tasks.sums = None if settings.exclude else bases.sums(range(bases.num_bases))
     tasks.unchanged = sum(found.tensors[n].numel for n in left if left[n] == UNCHANGED)
-    made = combined(bases, tasks, engine)
+    made = build_basis(tasks, engine) if bases.facts.whole else over_store(bases, tasks, engine)
     check_matrices(settings, items)
     held, sink = in_memory(items)
     merge_items(made, items, sink, engine)

@@ -24,7 +24,7 @@ from tvb_mergekit.store import STORE, is_store
 from tvb_mergekit.store.codecs import CODECS
 from tvb_mergekit.store.facts import StoreFacts, Vector, check_files, read_facts
 from tvb_mergekit.tensors.checkpoint import RESTORE, SAME, lend, metadata_of, tie
-from tvb_mergekit.tensors.merging import build_basis, count_if_needed
+from tvb_mergekit.tensors.merging import count_if_needed
 from tvb_mergekit.tensors.output import MARKER
 from tvb_mergekit.tensors.stream import Engine, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -166,15 +166,11 @@ class Bases:
         return name if os.path.exists(name) else self.facts.base_path or name
 
 
-def combined(
-    bases: Bases | None, tasks: TaskSet, engine: Engine, inner: bool = False
-) -> Combination:
-    """The vectors of a merge: all bases of a store, or the basis of task vectors (`build_basis`).
+def over_store(bases: Bases, tasks: TaskSet, engine: Engine) -> Combination:
+    """All bases of a store as the vectors of a merge.
 
     PCA's mean is the last input of a merge that reconstructs a task.
     """
-    if bases is None or bases.facts.whole:
-        return build_basis(tasks, engine, inner=inner)
     inputs = None if tasks.settings.method == "basis_negate" else bases.num_bases
     pairs = zip(bases.facts.shares, tasks.weights[: bases.num_bases], strict=True)
     weights = torch.tensor([share * weight for share, weight in pairs], dtype=torch.float64)
