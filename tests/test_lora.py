@@ -321,7 +321,7 @@ def test_refuses_in_one_line(world, plain, tmp_path, config, edit, message):
     save_file(kept, folder / WEIGHTS)
     with pytest.raises(UserError, match=message) as caught:
         read(world("llama").base, folder)
-    assert str(caught.value).startswith(f"adapter {folder} (task `math`): ")
+    assert str(caught.value).startswith(f"adapter {folder}: ")
     assert "\n" not in str(caught.value)
 
 

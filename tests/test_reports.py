@@ -305,18 +305,12 @@ def set_in(*models: int, **changes: Any) -> Edit:
     return lambda *folders: [configure(folders[model], **changes) for model in models]
 
 
-def in_sentencepiece(*models: Path) -> None:
-    for model, others in zip(models, ({}, {}, SWAP), strict=True):
-        words(model, "tokenizer.model", **others)
-
-
 DOUBTS: list[tuple[Edit, str]] = [
     (set_in(2, rms_norm_eps=1e-5), "rms_norm_eps 1e-05 (base: 1e-06)"),
     (set_in(2, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}), "heta': 500000.0"),
     (set_in(2, num_attention_heads=8, head_dim=4), "num_attention_heads 8 (base: 4)"),
     (set_in(2, max_position_embeddings=128, eos_token_id=5, use_cache=False), ""),
     (set_in(1, 2, eos_token_id=5), "every model ends its texts with token 5"),  # open-r1 663
-    (in_sentencepiece, "task `b`: its tokenizer.model is not the base's"),
     (lambda _, a, b: rewrite(b, lambda s: s | {"v_head.bias": torch.ones(3)}), "v_head.bias"),
 ]
 

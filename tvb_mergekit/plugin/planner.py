@@ -92,9 +92,10 @@ def _plan(document: Document, options: MergeOptions, zeros: Collection[str]) -> 
             weights.check_claimed()
     models, names = [*held.values()], [i.name for i in tensors.items if i.tunables is not None]
     told = doubts(models, recipe.tasks, options.trust_remote_code)
-    told += recipe.idle_patterns(names, EXCLUDED in tensors.left_out.values())
-    for line in told if tokenizer else told + check_words(models, recipe.tasks, names):
+    for line in told + recipe.idle_patterns(names, EXCLUDED in tensors.left_out.values()):
         LOG.warning("%s", line)
+    if tokenizer is None:
+        check_words(models, recipe.tasks, names)
     own = planner.arch_info, planner.out_model_config
     return Plan(recipe, options, engine, tensors, tokenizer, *own)
 

@@ -166,7 +166,8 @@ def match(
         raise UserError(NO_TENSOR)
     if settings.exclude and EXCLUDED not in made.left_out.values():
         notes.append(idle("exclude", settings.exclude, made.names))
-    notes += doubts((base, *sources), tasks) + check_words((base, *sources), tasks, made.names)
+    check_words((base, *sources), tasks, made.names)
+    notes += doubts((base, *sources), tasks)
     return made, notes
 
 
@@ -188,15 +189,22 @@ def doubts(models: Sequence[Weights], tasks: Sequence[str], trust: bool = False)
     return notes
 
 
-def vocabulary(folder: Path) -> dict[str, int]:
-    """Token -> row, by the files of a tokenizer; empty if none can be read."""
-    with suppress(Exception):  # missing or damaged: the tokenizer's own loader complains
-        return dict(Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab())
-    with suppress(OSError, ValueError):
-        return dict(json.loads((folder / "vocab.json").read_bytes()))
-    with suppress(OSError, ValueError):
-        lines = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
-        return {word: row for row, word in enumerate(lines)}
+def vocabulary(folder: Path) -> tuple[str, bytes]:
+    """The file with a tokenizer's words, and its bytes; both empty without one."""
+    for name in ("tokenizer.json", "vocab.json", "vocab.txt"):
+        with suppress(OSError):
+            return name, (folder / name).read_bytes()
+    return "", b""
+
+
+def rows_of(name: str, data: bytes) -> dict[str, int]:
+    """Token -> row, by a file of `vocabulary`; empty if it cannot be read."""
+    with suppress(Exception):  # damaged: the tokenizer's own loader complains
+        if name == "tokenizer.json":
+            return dict(Tokenizer.from_buffer(data).get_vocab())
+        if name == "vocab.json":
+            return dict(json.loads(data))
+        return {word: row for row, word in enumerate(data.decode().splitlines())}
     return {}
 
 
@@ -214,33 +222,24 @@ def configuration(folder: Path, trust: bool = False) -> dict[str, Any]:
     return {}
 
 
-def check_words(models: Sequence[Weights], tasks: Sequence[str], names: Iterable[str]) -> list[str]:
+def check_words(models: Sequence[Weights], tasks: Sequence[str], names: Iterable[str]) -> None:
     """Raise UserError if embeddings, among these tensors, have other rows than the base's, the
     first model's. A reserved token that a model calls otherwise keeps its row.
-
-    Returns:
-        A line about each tokenizer that only its bytes can be compared of, and that differs.
     """
-    notes, embeddings, known = list[str](), tied_uses(names), models[0].folder
-    folders = {t: m.folder for t, m in zip(tasks, models[1:], strict=True) if m.folder != known}
-    if not (embeddings and known):
-        return []
-    words = vocabulary(known) if folders else {}
-    for task, folder in folders.items():
-        rows = vocabulary(folder) if folder else {}
-        moved = [word for word, row in words.items() if rows.get(word, row) != row]
-        for word in moved[:1]:
+    embeddings, known = tied_uses(names), models[0].folder
+    # Most models have the base's file, and a large one takes a second.
+    read = functools.lru_cache(2)(rows_of)
+    for task, folder in zip(tasks, (each.folder for each in models[1:]), strict=True):
+        if not (embeddings and known and folder) or folder == known:
+            continue
+        words, rows = (read(*vocabulary(each)) for each in (known, folder))
+        if moved := [word for word, row in words.items() if rows.get(word, row) != row]:
+            word = moved[0]
             raise UserError(
                 f"tensor `{embeddings[0]}`: {len(moved)} tokens of task `{task}` have other rows "
                 f"than in the base, such as {word!r} {rows[word]} for {words[word]}; use "
                 "`tokenizer_source: base`, or `exclude`"
             )
-        for file in ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"):
-            pair = [each / file for each in (known, folder) if each and (each / file).is_file()]
-            if not (words and rows) and len({each.read_bytes() for each in pair}) == 2:
-                said = f"its {file} is not the base's: if words have other rows"
-                notes.append(f"task `{task}`: {said}, use `tokenizer_source: base`, or `exclude`")
-    return notes
 
 
 def check_missing(
