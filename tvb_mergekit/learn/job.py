@@ -27,13 +27,12 @@ from tvb_mergekit.core.basis import Basis, Step
 from tvb_mergekit.errors import UserError, listed, one_line
 from tvb_mergekit.learn.data import Example
 from tvb_mergekit.plugin.document import Document
-from tvb_mergekit.plugin.inputs import Options
+from tvb_mergekit.plugin.inputs import SAVE_AGAIN, Options
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.store.attach import Live, attach, untie
 from tvb_mergekit.store.facts import FOLDER
 from tvb_mergekit.store.routing import LEARNED
 from tvb_mergekit.tensors.adapter import Adapter
-from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN
 from tvb_mergekit.tensors.merging import merge_items, merge_one
 from tvb_mergekit.tensors.output import in_memory
 from tvb_mergekit.tensors.passes import combine_pass

@@ -18,12 +18,15 @@ from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.planner import plan_only
 from tvb_mergekit.tensors.adapter import CONFIG, WEIGHTS, key_of
-from tvb_mergekit.tensors.checkpoint import SAVE_AGAIN
 from tvb_mergekit.tensors.merging import build_basis, merged_factors
 from tvb_mergekit.tensors.output import check_output_folder, staged
 from tvb_mergekit.tensors.taskset import TaskSet
 
 Options: TypeAlias = MergeOptions  # under the plugin's own name, for layers that know no mergekit
+# transformers 5 writes experts as its older versions did, unless it is asked for its own names.
+SAVE_AGAIN = (
+    "save the models again with transformers' `save_pretrained(FOLDER, save_original_format=False)`"
+)
 
 
 def read_inputs(document: Document, options: Options, names: Sequence[str] = ()) -> TaskSet:

@@ -139,7 +139,7 @@ class Adapter(Weights):
             self.tensors[name] = replace(info, dtype=torch.float32, alias_of=alias)
 
     @property
-    def changed(self) -> set[str]:
+    def changed(self) -> set[str]:  # type: ignore[override]
         """The tensors that it changes. PEFT changes one of two tied uses."""
         return self.factors.keys() | self.dense.keys()
 
@@ -185,15 +185,13 @@ class Adapter(Weights):
         origin = 0  # of a matrix
         for each in self.factors.get(name, ()):
             rows, columns = each.shape
-            step = max(1, AT_ONCE // columns)
             first, last = max(start - origin, 0), min(stop - origin, rows * columns)
-            for top in range(first // columns // step * step, -(-last // columns), step):
-                place = top * columns
-                values = (each.left[top : top + step] @ each.right).view(-1)
-                low, high = max(first, place), min(last, place + len(values))
-                if low < high:
-                    mine = chunk[origin + low - start : origin + high - start]
-                    mine += values[low - place : high - place]
+            size = max(1, AT_ONCE // columns) * columns  # of the rows that are made at once
+            for place in range(first - first % size, last, size) if first < last else ():
+                low, high = max(first, place), min(last, place + size)
+                made = each.left[place // columns : (place + size) // columns] @ each.right
+                mine = chunk[origin + low - start : origin + high - start]
+                mine += made.view(-1)[low - place : high - place]
             origin += rows * columns
         return chunk
 

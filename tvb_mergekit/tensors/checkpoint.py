@@ -42,10 +42,6 @@ RESTORE = "restore it, or build the store anew"
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer.model vocab.json vocab.txt spiece.model tokenizer_config.json"
 ).split()
-# transformers 5 writes experts as its older versions did, unless it is asked for its own names.
-SAVE_AGAIN = (
-    "save the models again with transformers' `save_pretrained(FOLDER, save_original_format=False)`"
-)
 
 DTYPES = {
     **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
@@ -156,9 +152,7 @@ def _identity(path: Path) -> object:
 def weight_files(folder: str | os.PathLike[str]) -> list[str]:
     """Names of the files in `folder` that a loader could read as weights."""
     endings = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".index.json")
-    if not os.path.isdir(folder):
-        return []
-    return sorted(entry for entry in os.listdir(folder) if entry.endswith(endings))
+    return sorted(file.name for file in Path(folder).glob("*") if file.name.endswith(endings))
 
 
 class OwnFile(io.FileIO):
@@ -233,20 +227,15 @@ def _map_pickle(path: Path) -> dict[str, Tensor]:
     maps = zipfile.is_zipfile(path)  # a file older than PyTorch 1.6 is loaded
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
-    except pickle.UnpicklingError as error:
-        told = "cannot be read without running code that it carries; convert it to safetensors"
-        raise UserError(f"{path}: {told}") from error
-    except Exception as error:  # torch raises RuntimeError, EOFError, ValueError, OSError here
-        told = f"truncated, or not a PyTorch file ({one_line(error):.100}); download it again"
+    except Exception as error:  # torch raises any kind here
+        why = "carries code" if isinstance(error, pickle.UnpicklingError) else "is damaged"
+        told = f"{why} ({one_line(error):.100}); take the model as safetensors"
         raise UserError(f"{path}: {told}") from error
     held = loaded if isinstance(loaded, dict) else {}
     held = held["state_dict"] if isinstance(held.get("state_dict"), dict) else held
     found = {str(name): value for name, value in held.items() if isinstance(value, Tensor)}
     if not found:
         raise UserError(f"{path}: holds no tensors; save the state dict alone")
-    for name, value in found.items():
-        if value.is_meta or value.layout != torch.strided:
-            raise UserError(f"{path}: `{name}` is without data, or sparse; save it dense")
     return found
 
 
@@ -268,24 +257,13 @@ def tie(every: Sequence[Weights], names: Iterable[str] = ()) -> None:
         wanted |= dict.fromkeys(f"{start}{copy}" for start in shared for copy in COPIES)
     for name in (name for each in every for name in each.changed):
         if INPUT_EMBEDDING.search(name):  # and so not the output layer
-            wanted["embed_out.weight" if "embed_in" in name else _head_of(models[0])] = None
+            wanted["embed_out.weight" if "embed_in" in name else "lm_head.weight"] = None
     for model in models:
         for name in [name for name in wanted if name not in model.tensors]:
             if found := _tied_to(name, model, models, wanted):
                 lend(model, name, found)
     for each in every:
         each.name_tensors()
-
-
-def _head_of(model: Weights) -> str:
-    """The output layer's name by the model's class."""
-    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration):
-        config = json.loads((Path(str(model.folder)) / "config.json").read_bytes())
-        import transformers  # slow
-
-        tied = getattr(transformers, config["architectures"][0])._tied_weights_keys
-        return next(str(name) for name in tied if OUTPUT_EMBEDDING.search(name))
-    return "lm_head.weight"
 
 
 def lend(model: Weights, name: str, of: str) -> None:

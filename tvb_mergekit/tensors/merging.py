@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -25,6 +24,7 @@ from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.names import TRANSPOSED
 from tvb_mergekit.progress import silent
 from tvb_mergekit.tensors import ranks
+from tvb_mergekit.tensors.output import in_memory
 from tvb_mergekit.tensors.passes import RunningSums, combine_pass, count_pass, gram_pass, share_of
 from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -43,31 +43,26 @@ def build_basis(tasks: TaskSet, engine: Engine = Engine(), *, inner: bool = Fals
     Args:
         inner: Compute G in any case.
     """
-    started = time.perf_counter()
     settings, method = tasks.settings, METHODS[tasks.settings.method]
     free = tasks.sums is not None or any(item.factored for item in tasks.items)
     decides = BASES[settings.basis].known < method.needs(settings)
     if free or decides or (inner and method.merges != "entries"):
         basis = encoded_by(tasks, sums_of(tasks, engine))
-        basis.seconds["gram"] = time.perf_counter() - started - basis.seconds["encode"]
     else:
         basis = build(settings, tasks.tasks, tasks.weights, None)
     summing = RunningSums(tasks.tasks) if basis.waits else None
     count_if_needed(basis, tasks.items, engine, summing, tasks.unchanged)
     if summing is not None and basis.trims:
         known = encoded_by(tasks, summing.total())
-        known.histogram, known.seconds = basis.histogram, {**basis.seconds, **known.seconds}
+        known.histogram = basis.histogram
         return known
     return basis
 
 
 def encoded_by(tasks: TaskSet, sums: GramSums) -> Basis:
     """The basis of a task set with these unweighted sums; see `core.basis.build`."""
-    started = time.perf_counter()
     # Solvers differ in the last bits between machines.
-    basis = ranks.led(lambda: build(tasks.settings, tasks.tasks, tasks.weights, sums))
-    basis.seconds = {"encode": time.perf_counter() - started}
-    return basis
+    return ranks.led(lambda: build(tasks.settings, tasks.tasks, tasks.weights, sums))
 
 
 def sums_of(tasks: TaskSet, engine: Engine) -> GramSums:
@@ -103,12 +98,10 @@ def count_if_needed(
         raise UserError(NO_TENSOR)
     if not basis.trims:
         return
-    started = time.perf_counter()
     counted = count_pass(basis.weighted_encoder, share_of(items), engine, sums)
     counted = torch.stack(ranks.collect(counted)).sum(0)
     counted[:, 0] += zeros  # the bin of zero
     basis.histogram = counted
-    basis.seconds["trim"] = time.perf_counter() - started
 
 
 def merge_items(
@@ -269,15 +262,10 @@ def _bases_of(
     item: Item, encoder: Tensor, engine: Engine, sums: RunningSums | None = None
 ) -> Tensor:
     """The bases [M, *shape] of a loaded item, float32 on the device; `sums` of the inputs."""
-    count = encoder.shape[1]
-    bases = torch.empty(count, item.numel, device="cpu")
-
-    def hold(_item: Item, start: int, stop: int, values: Tensor) -> None:
-        bases[:, start - item.first : stop - item.first] = values
-
     plain = replace(item, out=torch.float32)
-    combine_pass([plain], {item.name: Step.of(encoder)}, hold, engine, sums=sums)
-    return bases.view(count, *item.shape).to(engine.device)
+    held, sink = in_memory([plain], encoder.shape[1])
+    combine_pass([plain], {item.name: Step.of(encoder)}, sink, engine, sums=sums)
+    return held[item.name].to(engine.device)
 
 
 def _by_inputs(

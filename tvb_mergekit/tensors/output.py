@@ -193,7 +193,7 @@ def in_memory(items: Sequence[Item], outputs: int = 1) -> tuple[dict[str, Tensor
     flat = {i.name: torch.empty(outputs, i.numel, dtype=i.out, device="cpu") for i in items}
 
     def write(item: Item, start: int, stop: int, values: Tensor) -> None:
-        flat[item.name][:, start:stop] = values
+        flat[item.name][:, start - item.first : stop - item.first] = values
 
     return {i.name: flat[i.name].view(outputs, *i.shape) for i in items}, write
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,7 @@ class Weights:
     base: Weights | None = None  # set by users of vectors that are decoded next to their base
     under: Weights | None = None  # the model that an adapter changes
     files: Sequence[Weights] = ()  # whose tensors it is made of, its own first
+    changed: Set[str] = frozenset()  # the tensors that an adapter changes
     model_type: str | None = None  # as transformers calls it, if it is known
 
     def tensor(self, name: str) -> Tensor:
@@ -93,11 +94,6 @@ class Weights:
         A random sample makes squares of elements 1 / share times too large on average.
         """
         return 1.0
-
-    @property
-    def changed(self) -> set[str]:
-        """The tensors that an adapter changes."""
-        return set()
 
     def name_tensors(self) -> None:
         """Take the names of tensors that the model of an adapter has got; see `checkpoint.tie`."""
