@@ -22,7 +22,7 @@ from processes import KILL, Fault, Running, on_call
 
 from tvb_mergekit.store.store import load as load_store
 
-WRITE = "tvb_mergekit.tensors.output.write_at"
+WRITE = "tvb_mergekit.tensors.output.OwnFile.write"
 TASKS = ("math", "code", "safety")
 BALANCED = {"basis": "balanced", "num_bases": 2}
 Folders = tuple[Path, list[Path]]

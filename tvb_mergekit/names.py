@@ -21,7 +21,8 @@ OUTPUT_EMBEDDING = re.compile(
     r"\b(lm_head|lm_head\.decoder|embed_out|predictions\.decoder|generator_lm_head"
     r"|vocab_projector|proj_out)\.weight$|^decoder\.weight$"
 )
-
+# Embeddings of encoder and decoder, next to `shared`
+COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 EXPERT = re.compile(r"\bexperts\.(\d+)\.")  # one of several, with its number
 # Names of normalized weights and BERT's norms, which transformers loads by either name
 _OLD = {

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tvb_mergekit.core.gram import AT_ONCE, Factors, damage
-from tvb_mergekit.errors import UserError, one_line
+from tvb_mergekit.errors import UserError
 from tvb_mergekit.names import IN_OUT, TRANSPOSED, tied_uses
 from tvb_mergekit.tensors.checkpoint import Checkpoint, equal, tie
 from tvb_mergekit.tensors.stream import Part, Weights
@@ -92,8 +92,7 @@ class Adapter(Weights):
         self.config = config or self._read_config()
         shapes = [{n: i.shape for n, i in m.tensors.items()} for m in (self.under, base)]
         if shapes[0] != shapes[1]:
-            said = f"{self.under.folder} has other tensors than the base {base.folder}"
-            raise self._not_plain(said)
+            raise self._not_plain(f"{self.under.folder} has other tensors than {base.folder}")
         names = [name for name in (WEIGHTS, PICKLED) if (self.path / name).is_file()]
         if not (names or config):
             raise self._error(f"has no {WEIGHTS} or {PICKLED}; download it again")
@@ -123,8 +122,6 @@ class Adapter(Weights):
                 self._add(module, embedding, down, up)
         for owner, pairs in stacked.items():
             self._add_stacked(owner, pairs)
-        if not self.factors:
-            raise self._error("holds no LoRA factors; save it again")
         if self.config.get("ensure_weight_tying") and tied_uses(self.changed):
             raise self._not_plain("changes both uses of tied embeddings (`ensure_weight_tying`)")
         if any(name.endswith("shared.weight") for name in self.changed):
@@ -133,7 +130,7 @@ class Adapter(Weights):
 
     def name_tensors(self) -> None:
         """Take X's names of tensors, also those that X has got since; see `checkpoint.tie`."""
-        self.shards, self.folder, self.tensors = self.under.shards, self.under.folder, {}
+        self.folder, self.tensors = self.under.folder, {}
         for name, info in self.under.tensors.items():
             alias = None if self.changed & {name, info.alias_of} else info.alias_of
             self.tensors[name] = replace(info, dtype=torch.float32, alias_of=alias)
@@ -325,19 +322,14 @@ class Adapter(Weights):
 
     def _scale(self, module: str, down_rank: float, up_rank: float) -> float:
         """lora_alpha / r, or / sqrt(r)."""
-        try:
-            rank = self._setting(module, "r", "rank_pattern")
-            alpha = float(self._setting(module, "lora_alpha", "alpha_pattern"))
-            scale = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
-        except (TypeError, ValueError, ArithmeticError, AttributeError, re.error) as error:
-            told = f"{CONFIG}: rank and alpha of `{module}`: {one_line(error)}; mend it"
-            raise self._error(told) from error
-        if not down_rank == up_rank == rank or not math.isfinite(scale):
+        rank = self._setting(module, "r", "rank_pattern")
+        if not down_rank == up_rank == rank:
             raise self._error(
                 f"`{module}` has lora_A of rank {down_rank:g} and lora_B of rank {up_rank:g}, "
                 f"expected {rank} from {CONFIG}; take the two files of one training run"
             )
-        return scale
+        alpha = float(self._setting(module, "lora_alpha", "alpha_pattern"))
+        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def _check_shape(self, name: str, shape: tuple[int, ...], of: str) -> None:
         known = self.under.tensors.get(of)

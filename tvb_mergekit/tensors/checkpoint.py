@@ -30,14 +30,12 @@ from torch import Tensor
 
 from tvb_mergekit.core.gram import AT_ONCE
 from tvb_mergekit.errors import UserError, one_line
-from tvb_mergekit.names import INPUT_EMBEDDING, OUTPUT_EMBEDDING, tied_uses
+from tvb_mergekit.names import COPIES, INPUT_EMBEDDING, OUTPUT_EMBEDDING, tied_uses
 from tvb_mergekit.tensors.stream import Part, TensorInfo, Weights, infos_of
 
 # In mergekit's and transformers' order of preference.
 _STEMS = ("model.safetensors", "pytorch_model.bin")
 SAME = "the same tensor as"  # the beginning of a reason why a tensor is left out
-# Embeddings of encoder and decoder, beside `shared`
-COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 RESTORE = "restore it, or build the store anew"
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer.model vocab.json vocab.txt spiece.model tokenizer_config.json"
@@ -58,7 +56,6 @@ class Checkpoint(Weights):
     """A model's weights on disk. Thread-safe."""
 
     folder: Path
-    shards: tuple[str, ...]
     tensors: dict[str, TensorInfo]
     _mapped: dict[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
     _open: tuple[str, Any] = field(default=("", None), repr=False)  # the last file that was read
@@ -71,7 +68,7 @@ class Checkpoint(Weights):
         path = Path(path)
         names = {path.name: None} if path.is_file() else _index(path)
         folder = path.parent if path.is_file() else path
-        made = cls(folder, tuple(names), {})
+        made = cls(folder, {})
         made._seen = {shard: _identity(folder / shard) for shard in names}  # before it is read
         for shard, own in names.items():
             if shard.endswith(".safetensors"):
@@ -82,10 +79,8 @@ class Checkpoint(Weights):
                 made._mapped |= {(shard, name): t.contiguous() for name, t in mapped.items()}
             for name in held if own is None else own:
                 if name not in held:
-                    raise UserError(
-                        f"{folder}: the index says that `{name}` is in {shard}, which does not "
-                        "hold it; download the model again"
-                    )
+                    told = f"the index says that `{name}` is in {shard}, which lacks it"
+                    raise UserError(f"{folder}: {told}; download the model again")
                 made.tensors[name] = held[name]
         return made
 
@@ -119,14 +114,13 @@ class Checkpoint(Weights):
                 data = data[count:]
         if len(data):
             raise UserError(
-                f"{self.folder / info.shard}: ends in tensor `{name}`; the file was changed while "
-                "it was read"
+                f"{self.folder / info.shard} ends in `{name}`: it was changed meanwhile"
             )
         return chunk
 
     def check_unchanged(self, *shards: str) -> None:
-        for shard in shards or self.shards:  # an open one may be overwritten in place
-            if shard in self._seen and _identity(self.folder / shard) != self._seen[shard]:
+        for shard in shards or self._seen:  # an open one may be overwritten in place
+            if _identity(self.folder / shard) != self._seen[shard]:
                 raise UserError(
                     f"{self.folder / shard}: was changed after it was opened (by `tvb add`, or a "
                     "training that goes on?); run the command, or `attach`, again"
@@ -228,11 +222,9 @@ def _map_pickle(path: Path) -> dict[str, Tensor]:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
     except Exception as error:  # torch raises any kind here
-        why = "carries code" if isinstance(error, pickle.UnpicklingError) else "is damaged"
-        told = f"{why} ({one_line(error):.100}); take the model as safetensors"
-        raise UserError(f"{path}: {told}") from error
+        why = "needs running code" if isinstance(error, pickle.UnpicklingError) else "is damaged"
+        raise UserError(f"{path}: {why} ({one_line(error):.100}); take safetensors") from error
     held = loaded if isinstance(loaded, dict) else {}
-    held = held["state_dict"] if isinstance(held.get("state_dict"), dict) else held
     found = {str(name): value for name, value in held.items() if isinstance(value, Tensor)}
     if not found:
         raise UserError(f"{path}: holds no tensors; save the state dict alone")

@@ -7,7 +7,6 @@ each block. `docs/files.md` has the formats.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -222,7 +221,7 @@ class Coded(Weights):
     def __init__(self, path: Path, base: Weights | None = None) -> None:
         self.stored, self.path, self.base = Checkpoint.open(path), path, base
         self.files, self.tensors = (self.stored,), {}
-        self.folder, self.shards = path.parent, (path.name,)
+        self.folder = path.parent
         self.dtypes: dict[str, torch.dtype] = {}  # of the entries
         self._indices: dict[str, tuple[NDArray[Any], NDArray[np.int64]]] = {}
         try:
@@ -302,15 +301,8 @@ class Coded(Weights):
             raise UserError(f"{self.damaged(name)}{other * (form == UNITS)}")
 
     def fingerprint(self) -> str:
-        """64 hexadecimal digits from the names, dtypes, shapes and checksums of all blocks.
-
-        Samples of elements, as of other weights, would decode a large part of the model.
-        """
-        digest = hashlib.sha256(f"{self.sample}".encode())
-        for name in sorted(self.dtypes):
-            digest.update(f"{name}|{self.dtypes[name]}|{self.tensors[name].shape}|".encode())
-            digest.update(self._index(name)[0]["xxh3"].tobytes())
-        return digest.hexdigest()
+        """That of the coded bytes: to sample elements would decode a large part of the model."""
+        return self.stored.fingerprint()
 
     def _index(self, name: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """The index of a tensor's blocks, and the place where each ends."""

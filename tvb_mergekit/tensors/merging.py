@@ -80,10 +80,9 @@ def sums_of(tasks: TaskSet, engine: Engine) -> GramSums:
         for number in range(max(len(part.factors or ()) for part in item.inputs))
     )
     sums = factor_gram(each, len(tasks.tasks))
-    if not read:
-        return sums
-    dense = gram_pass(read, tasks.tasks, engine)
-    return sums.plus(replace(dense, base_norm_squared=0.0))  # the base was read in part
+    if read:  # and so the base in part
+        sums = sums.plus(replace(gram_pass(read, tasks.tasks, engine), base_norm_squared=0.0))
+    return sums
 
 
 def count_if_needed(

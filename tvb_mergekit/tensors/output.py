@@ -17,7 +17,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
 
 import torch
 import xxhash
@@ -164,18 +163,12 @@ def to_files(folder: Path, plan: Shards, metadata: Mapping[str, str]) -> Sink:
         path, place = places[item.name]
         if getattr(local, "path", None) != path:  # a thread holds one file open
             local.path, local.file = path, OwnFile(path, "r+b")
-        write_at(local.file, place + start * item.out.itemsize, values)
+        local.file.seek(place + start * item.out.itemsize)
+        data = values.contiguous().view(-1).view(torch.uint8).numpy()
+        while len(data):  # Linux writes 2 GB at most
+            data = data[local.file.write(data) :]
 
     return write
-
-
-def write_at(file: BinaryIO, place: int, values: Tensor) -> None:
-    """Write the bytes of a tensor at their place."""
-    file.seek(place)
-    data = cast(memoryview, values.contiguous().view(-1).view(torch.uint8).numpy())
-    done = 0
-    while done < len(data):  # Linux writes 2 GB at most
-        done += file.write(data[done:])
 
 
 def each_into(*sinks: Sink) -> Sink:

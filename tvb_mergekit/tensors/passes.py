@@ -84,9 +84,8 @@ def reader(rows: int, length: int, device: torch.device) -> Read:
         for place, part in enumerate(item.parts, item.base is None):
             row = found[place]
             own = not gpu and part.dtype == row.dtype  # read into its place
-            stored = piece.stored(
-                part, row.view(torch.uint8) if own else memory[place % len(memory)]
-            )
+            room = row.view(torch.uint8) if own else memory[place % len(memory)]
+            stored = piece.stored(part, room)
             if stored.data_ptr() != row.data_ptr():
                 # Moved as it is stored, and widened there: half the traffic for 16 bits.
                 row.copy_(stored.to(device, non_blocking=gpu))
@@ -248,7 +247,7 @@ def count_pass(
         count_magnitudes(tables[thread], weights @ tau)
         return sums.of(piece.item, base, tau) if sums else None
 
-    # The bins of one basis are int32, their ones int64.
+    # extra: the bins of one basis are int32, their ones int64
     for piece, found in run(items, work, engine, "Trim thresholds", extra=count + 3):
         if sums is not None:
             sums.add(piece, found)

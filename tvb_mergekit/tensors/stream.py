@@ -48,8 +48,7 @@ class Weights:
     tensors: dict[str, TensorInfo]
     holds: Holds | None = None  # None: the reader knows what the elements are
     grain = 1  # elements that are decoded together
-    folder: Path | None  # of the files `shards`, except of state dicts
-    shards: tuple[str, ...]
+    folder: Path | None  # of its files; None of state dicts
     base: Weights | None = None  # set by users of vectors that are decoded next to their base
     under: Weights | None = None  # the model that an adapter changes
     files: Sequence[Weights] = ()  # whose tensors it is made of, its own first
@@ -135,7 +134,7 @@ class Weights:
 class StateDict(Weights):
     """The tensors of a state dict; never modified, and copied to the CPU when they are read."""
 
-    folder, shards = None, ()
+    folder = None
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self.state = {n: t.detach() for n, t in state.items() if isinstance(t, Tensor)}
@@ -175,10 +174,10 @@ class Part:
     factors: Sequence[Factors] | None = None  # of each matrix, see `Weights.factors_of`
 
     @classmethod
-    def of(cls, weights: Weights, name: str, holds: Holds = "weight") -> Part:
+    def of(cls, weights: Weights, name: str) -> Part:
         info, read = weights.tensors[name], partial(weights.read, name)
         known = weights.share(name), weights.grain, weights.factors_of(name)
-        return cls(info.dtype, read, weights.holds or holds, name, info.shape, *known)
+        return cls(info.dtype, read, weights.holds or "weight", name, info.shape, *known)
 
     @classmethod
     def in_memory(cls, tensor: Tensor, first: int = 0) -> Part:

@@ -167,8 +167,7 @@ def match(
     if settings.exclude and EXCLUDED not in made.left_out.values():
         notes.append(idle("exclude", settings.exclude, made.names))
     check_words((base, *sources), tasks, made.names)
-    notes += doubts((base, *sources), tasks)
-    return made, notes
+    return made, notes + doubts((base, *sources), tasks)
 
 
 def doubts(models: Sequence[Weights], tasks: Sequence[str], trust: bool = False) -> list[str]:
@@ -253,10 +252,9 @@ def check_missing(
 
     Args:
         left_out: tensor -> why it stays the base's.
-        base, models: the shapes of the base's tensors that take part or are missing, and of each
-            task's. All are of floating point.
+        base, models: shapes of floating-point tensors, those of the models by task.
     """
-    missing = {n: why for n, why in left_out.items() if n in base and why.startswith(MISSING)}
+    missing = {n: left_out[n] for n in base if left_out.get(n, "").startswith(MISSING)}
     extra = dict[str, None]()
     for task, shapes in models.items():
         others = {name: shape for name, shape in shapes.items() if name not in base}
