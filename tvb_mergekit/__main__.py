@@ -1,9 +1,12 @@
 """`tvb`, and `python -m tvb_mergekit` for launchers."""
 
+import atexit
 import gc
 
-# Libraries create a million permanent objects: frequent collections cost a short command a tenth.
+# Libraries create a million permanent objects. Frequent collections cost a short command a tenth of
+# its time, and the last one, at the end of the process, a fifth.
 gc.set_threshold(50_000)
+atexit.register(gc.freeze)
 
 from tvb_mergekit.cli.commands import main  # noqa: E402
 

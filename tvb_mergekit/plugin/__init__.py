@@ -12,6 +12,7 @@ version of mergekit with the same names works, tested or not.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import importlib
@@ -179,7 +180,8 @@ def _callback(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with refusing(planning=True):
         _, documents = parse(path)
         if ours := are_ours(path, documents) and ready():
-            gc.set_threshold(50_000)  # else the libraries' million objects are searched again
+            gc.set_threshold(50_000)  # else the libraries' million objects are searched again,
+            atexit.register(gc.freeze)  # and once more at the end
             check_path(kwargs.get("out_path") or path)
             from tvb_mergekit.plugin.document import check_documents
 

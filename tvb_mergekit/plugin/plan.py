@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from mergekit.architecture import WeightInfo
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.options import MergeOptions
 from torch import Tensor
@@ -19,7 +20,7 @@ from tvb_mergekit.core.gram import check_copied
 from tvb_mergekit.core.settings import VARYING_KEYS, check_value
 from tvb_mergekit.errors import UserError, refusing
 from tvb_mergekit.plugin.recipe import Recipe
-from tvb_mergekit.plugin.sources import Candidate
+from tvb_mergekit.plugin.sources import Load, Parts, parts_of
 from tvb_mergekit.store import report
 from tvb_mergekit.store.facts import Facts
 from tvb_mergekit.store.store import over_store
@@ -67,8 +68,14 @@ class MergedTensors:
     unchanged: dict[str, int] = field(default_factory=dict)
     _first: dict[tuple[str | None, ...], Item] = field(default_factory=dict)
 
-    def fill(self, candidates: Iterable[Candidate], extra: Mapping[str, str]) -> None:
-        """Make an item of each candidate that the base has.
+    def fill(
+        self,
+        planned: Iterable[tuple[WeightInfo, Any]],
+        tokenizer: Any,
+        options: MergeOptions,
+        extra: Mapping[str, str],
+    ) -> None:
+        """Make an item of each planned tensor that the base has; see `parts_of`.
 
         Args:
             extra: Other tensors that the base lacks -> a model that has them.
@@ -78,11 +85,12 @@ class MergedTensors:
         base = self.recipe.base
         tensors = self.checkpoints[base].tensors
         made, lacking = [], dict(extra)
-        for each in candidates:
-            if each.parts[base] is not None:
-                made.append(self._item(each))
-            elif having := [str(model) for model, part in each.parts.items() if part]:
-                lacking[each.weight.name] = having[0]
+        for weight, task in planned:
+            parts, load, changes = parts_of(self.checkpoints, weight, task, tokenizer, options)
+            if parts[base] is not None:
+                made.append(self._item(weight, dict(task.parameters.items()), parts, load, changes))
+            elif having := [str(model) for model, part in parts.items() if part]:
+                lacking[weight.name] = having[0]
         for name, model in lacking.items():
             self.left_out[name] = f"in {model}, but not in the base; not written"
 
@@ -100,9 +108,16 @@ class MergedTensors:
         for line in check_missing(self.left_out, shapes, others):
             LOG.warning("%s", line)
 
-    def _item(self, given: Candidate) -> Item:
-        recipe, name, whole = self.recipe, given.weight.name, given.load
-        base, *models = (given.parts[model] for model in recipe.every)
+    def _item(
+        self,
+        weight: WeightInfo,
+        values: Mapping[str, Any],
+        parts: Parts,
+        whole: Load | None,
+        changes: bool,
+    ) -> Item:
+        recipe, name = self.recipe, weight.name
+        base, *models = (parts[model] for model in recipe.every)
         assert base is not None
         absent = None
         if recipe.bases is not None:  # by the base's or the merged model's name
@@ -112,7 +127,7 @@ class MergedTensors:
         reason = rule(base, models)
         if reason == UNCHANGED and base.name in self.zeros:
             reason = None
-        if recipe.bases is not None and reason is None and given.changes:
+        if recipe.bases is not None and reason is None and changes:
             raise UserError(
                 f"tensor `{name}`: the recipe's tokenizer changes it, and {recipe.bases.path} has "
                 "the base's own vocabulary: use `tokenizer_source: base` as it is, or `exclude`"
@@ -120,8 +135,8 @@ class MergedTensors:
         load: Callable[[], Sequence[Tensor]] | None = None
         if whole is not None and not (reason and base.shape):
             load = functools.partial(whole, reason is not None)
-            parts = [base] if reason else [base, *(part for part in models if part)]
-            found = zip(parts, load(), strict=True)
+            some = [base] if reason else [base, *(part for part in models if part)]
+            found = zip(some, load(), strict=True)
             base, *rest = (replace(p, dtype=t.dtype, shape=tuple(t.shape)) for p, t in found)
             models = [*rest]
             reason = reason or rule(base, models)
@@ -133,39 +148,38 @@ class MergedTensors:
             self.unchanged[place] = math.prod(base.shape or ())
         assert base.shape is not None
         inputs = [part for part in models if part is not None]
-        out = self._dtype(given, base, inputs)
+        # All parts of a changed tensor are loaded in one dtype, a store's too.
+        out = self._dtype(weight, (changes and parts[recipe.base]) or base, inputs)
         item = Item(name, base.shape, base, tuple(inputs), out, load=load)
         if reason is None:
-            counted, tunables = self._count_once(item), self._tunables(given)
+            counted, tunables = self._count_once(item), self._tunables(name, values)
             item = replace(item, counted_as=counted, tunables=tunables)
-            if counted == name and given.changes:
+            if counted == name and changes:
                 self.changed.add(name)
         return item
 
-    def _dtype(self, given: Candidate, base: Part, inputs: Sequence[Part]) -> torch.dtype:
-        if given.changes:  # all are loaded in one dtype, a store's too
-            base = given.parts[self.recipe.base] or base
-        forced, dtypes = given.weight.force_dtype, (self.out_dtype, self.saved_dtype)
+    def _dtype(self, weight: WeightInfo, base: Part, inputs: Sequence[Part]) -> torch.dtype:
+        forced, dtypes = weight.force_dtype, (self.out_dtype, self.saved_dtype)
         wanted, saved = (dtype_from_name(forced or dtype) for dtype in dtypes)
         # A store's dtype is not the output's, and integers are never cast to a float.
         weights = [part.dtype for part in inputs if part.holds == "weight"]
         out = saved or (wanted if base.dtype.is_floating_point else None)
         out = out or functools.reduce(torch.promote_types, weights, base.dtype)
         if out not in DTYPES.values():
-            raise UserError(f"tensor `{given.weight.name}`: safetensors hold no {out}")
+            raise UserError(f"tensor `{weight.name}`: safetensors hold no {out}")
         return out
 
-    def _tunables(self, given: Candidate) -> Tunables:
+    def _tunables(self, name: str, given: Mapping[str, Any]) -> Tunables:
         """The keys that may vary, resolved for this tensor, and noted for the report."""
         values = dict[str, float]()
         for key in VARYING_KEYS:
-            if (value := given.values.get(key)) is not None:
+            if (value := given.get(key)) is not None:
                 values[key] = check_value(key, value)
                 self.tunables.setdefault(key, set()).add(values[key])
-            elif key in given.values:
+            elif key in given:
                 raise UserError(
-                    f"`{key}` has no value for tensor `{given.weight.name}`, which matches none of "
-                    "its filters; add an entry without `filter`"
+                    f"`{key}` has no value for tensor `{name}`, which matches none of its filters; "
+                    "add an entry without `filter`"
                 )
         return Tunables.of(values)
 

@@ -32,7 +32,7 @@ from tvb_mergekit.names import LAYER, tied_uses
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import MergedTensors, Plan
 from tvb_mergekit.plugin.recipe import Recipe, identity_of
-from tvb_mergekit.plugin.sources import candidate, give_loaders, stored_names
+from tvb_mergekit.plugin.sources import give_loaders, stored_names
 from tvb_mergekit.progress import bars
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
@@ -85,8 +85,7 @@ def _plan(document: Document, options: MergeOptions, zeros: Collection[str]) -> 
     tokenizer = None if task is None else ranks.led(lambda: _tokenizer(task, recipe))
     saved, dtype = document.config.out_dtype, document.config.dtype
     tensors = MergedTensors(recipe, held, saved or dtype, saved, zeros=zeros)
-    made = (candidate(held, w, task, tokenizer, options) for w, task in planner._tensors)
-    tensors.fill(made, planner.extra)
+    tensors.fill(planner._tensors, tokenizer, options, planner.extra)
     for weights in held.values():
         if isinstance(weights, Adapter):
             weights.check_claimed()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,39 +34,28 @@ from tvb_mergekit.names import EXPERT, LAYER
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.stream import Part, Weights
 
-
-@dataclass(frozen=True)
-class Candidate:
-    """One tensor of the merged model as mergekit plans it. Nothing is read yet.
-
-    Attributes:
-        values: The values of the recipe's keys for this tensor.
-        parts: Its part of each model, the base first; None: the model lacks it.
-        load: Loads the whole tensor of the base and, unless that is wanted alone (True), of the
-            models, in any thread: if mergekit makes the tensor of others, or changes its rows.
-        changes: mergekit changes the rows of a vocabulary.
-    """
-
-    weight: WeightInfo
-    values: Mapping[str, Any]
-    parts: Mapping[ModelReference, Part | None]
-    load: Callable[[bool], list[Tensor]] | None = None
-    changes: bool = False
+Parts = Mapping[ModelReference, Part | None]  # of each model, the base first; None: it has none
+# Loads a whole tensor of the base and, unless that is wanted alone (True), of the models
+Load = Callable[[bool], list[Tensor]]
 
 
-def candidate(
+def parts_of(
     checkpoints: Mapping[ModelReference, Weights],
     weight: WeightInfo,
     task: Any,
     tokenizer: Any,
     options: MergeOptions,
-) -> Candidate:
-    """A tensor planned by mergekit. The rules of mergekit's `LoadTensor` find its parts.
+) -> tuple[Parts, Load | None, bool]:
+    """The parts of a tensor planned by mergekit. The rules of mergekit's `LoadTensor` find them.
 
     Args:
         checkpoints: The base's first.
         task: mergekit's task that would merge the tensor.
         tokenizer: mergekit's `TokenizerInfo` of the merged model, if the recipe asks for one.
+
+    Returns:
+        The parts, of which nothing is read yet; a function, for any thread, if mergekit makes the
+        tensor of others or changes its rows; and whether it changes the rows of a vocabulary.
     """
     inputs = task.gather_tensors
     gather = inputs if isinstance(inputs, GatherTensors) else inputs.gather_tensors
@@ -95,15 +84,13 @@ def candidate(
             parts[model] = Part(torch.float32, _unread) if able else None
             converted |= able
         loads.append(load)
-    values = dict(task.parameters.items())
     vocabulary = isinstance(inputs, PermutedVocabulary | TruncatedVocabulary)
     if vocabulary and not _is_as_stored(inputs, tokenizer, parts):
         # mergekit changes weights, not differences.
         parts = {m: part and replace(part, shape=None, holds="weight") for m, part in parts.items()}
         given = weight.name, _stored_dtypes(inputs), checkpoints, tokenizer, options
-        return Candidate(weight, values, parts, partial(_changed, *given), changes=True)
-    load_whole = partial(_made, loads, options) if converted else None
-    return Candidate(weight, values, parts, load_whole)
+        return parts, partial(_changed, *given), True
+    return parts, partial(_made, loads, options) if converted else None, False
 
 
 def stored_names(weights: Weights, kind: str | None, planned: Iterable[WeightInfo]) -> set[str]:
@@ -172,7 +159,7 @@ def _origins(
     return frozenset(found)
 
 
-def _is_as_stored(inputs: Any, tokenizer: Any, parts: Mapping[ModelReference, Part | None]) -> bool:
+def _is_as_stored(inputs: Any, tokenizer: Any, parts: Parts) -> bool:
     """Whether mergekit would change a vocabulary tensor into itself."""
     shapes = {part.shape for part in parts.values() if part is not None}
     shape = shapes.pop() if len(shapes) == 1 else None
@@ -192,7 +179,7 @@ def _unread(start: int, stop: int, buffer: Tensor) -> Tensor:
 def _made(
     loads: Sequence[Callable[[], Tensor]], options: MergeOptions, base_alone: bool
 ) -> list[Tensor]:
-    """A tensor that mergekit makes of others; see `Candidate.load`."""
+    """A tensor that mergekit makes of others; see `Load`."""
     LoaderCache().setup(options=options)  # mergekit has one for each thread
     return [load() for load in (loads[:1] if base_alone else loads)]
 
@@ -205,7 +192,7 @@ def _changed(
     options: MergeOptions,
     base_alone: bool,
 ) -> list[Tensor]:
-    """A vocabulary tensor that mergekit's own tasks change; see `Candidate.load`."""
+    """A vocabulary tensor that mergekit's own tasks change; see `Load`."""
     LoaderCache().setup(options=options)  # mergekit has one for each thread
     # The plan's loaders are closed if nothing is merged. Those of mergekit read no store.
     give_loaders({m: c for m, c in checkpoints.items() if m not in LoaderCache.loaders})

@@ -92,7 +92,7 @@ class Adapter(Weights):
         self.config = config or self._read_config()
         shapes = [{n: i.shape for n, i in m.tensors.items()} for m in (self.under, base)]
         if shapes[0] != shapes[1]:
-            raise self._not_plain(f"{self.under.folder} has other tensors than {base.folder}")
+            raise self._not_plain(f"{self.under.folder} has other tensors than the base")
         names = [name for name in (WEIGHTS, PICKLED) if (self.path / name).is_file()]
         if not (names or config):
             raise self._error(f"has no {WEIGHTS} or {PICKLED}; download it again")

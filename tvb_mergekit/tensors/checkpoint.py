@@ -249,13 +249,24 @@ def tie(every: Sequence[Weights], names: Iterable[str] = ()) -> None:
         wanted |= dict.fromkeys(f"{start}{copy}" for start in shared for copy in COPIES)
     for name in (name for each in every for name in each.changed):
         if INPUT_EMBEDDING.search(name):  # and so not the output layer
-            wanted["embed_out.weight" if "embed_in" in name else "lm_head.weight"] = None
+            wanted["embed_out.weight" if "embed_in" in name else _head_of(models[0])] = None
     for model in models:
         for name in [name for name in wanted if name not in model.tensors]:
             if found := _tied_to(name, model, models, wanted):
                 lend(model, name, found)
     for each in every:
         each.name_tensors()
+
+
+def _head_of(model: Weights) -> str:
+    """The output layer's name by the model's class."""
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration):
+        config = json.loads((Path(str(model.folder)) / "config.json").read_bytes())
+        import transformers  # slow
+
+        tied = getattr(transformers, config["architectures"][0])._tied_weights_keys
+        return next(str(name) for name in tied if OUTPUT_EMBEDDING.search(name))
+    return "lm_head.weight"
 
 
 def lend(model: Weights, name: str, of: str) -> None:
