@@ -58,7 +58,7 @@ def test_mistakes_are_user_errors(world: World, tmp_path: Path) -> None:
         "the budget is 2, and the": lambda: tvb.add(three, base, math, "new", budget=2),
         "has shape": lambda: tvb.build(base, short),
         "belongs to the base": lambda: tvb.merge(bases, other),
-        "`matrices` is 'zzz'": lambda: tvb.merge(bases, base, "basis_iso", matrices="zzz"),
+        "depends on 'zzz'": lambda: tvb.merge(bases, base, "basis_iso", matrices="zzz"),
         "and the weights of": lambda: tvb.reconstruct(bases, other, "math"),
         "nothing to undo": lambda: tvb.undo(store),
         "is a vector of a store": lambda: tvb.build(base, {"x": vector}),

@@ -83,10 +83,8 @@ class Adapter(Weights):
     ) -> None:
         """Read the adapter in folder `path` of the model `under`, by default the base itself.
 
-        More than s B A and dense tensors (DoRA, trained biases, ...) is refused.
-
-        Args:
-            config: its adapter_config.json, if `path` is the file of its weights.
+        If `path` is the file of its weights, `config` is its adapter_config.json. More than s B A
+        and dense tensors (DoRA, trained biases, ...) is refused.
         """
         self.path, self.base, self.under = Path(path), base, under or base
         self.config = config or self._read_config()
@@ -277,8 +275,7 @@ class Adapter(Weights):
                 left, right = right.mT, left.mT
             halves = zip(left.contiguous(), right.contiguous(), strict=True)
             self.factors[name] = tuple(Factors(*both) for both in halves)
-            shape = (experts, left.shape[1], right.shape[2])
-            self._check_shape(name, shape, name)
+            self._check_shape(name, (experts, left.shape[1], right.shape[2]), name)
 
     def _found(self, name: str, key: str) -> str:
         """X's name of a tensor. Models saved without their head lack the first part: `h.0` is

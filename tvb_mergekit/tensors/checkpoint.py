@@ -306,10 +306,9 @@ def _tied_to(
     """The tensor of a model that has `name` too; see `tie`."""
     having = [each for each in models if name in each.tensors]
     for other in having:
-        for twin in wanted:
-            if twin in other.tensors and other.canonical(twin) == other.canonical(name):
-                if twin in model.tensors:
-                    return twin
+        for twin in (each for each in wanted if each in other.tensors and each in model.tensors):
+            if other.canonical(twin) == other.canonical(name):
+                return twin
     widths = {each.tensors[name].shape[1:] for each in having}  # other models may have more tokens
     uses = [n for n in tied_uses(model.tensors) if widths <= {model.tensors[n].shape[1:]}]
     inputs, outputs = ([*filter(use.search, uses)] for use in (INPUT_EMBEDDING, OUTPUT_EMBEDDING))

@@ -288,8 +288,7 @@ class Coded(Weights):
     def _entries(self, name: str, block: int, base: Tensor | None, theta: Tensor) -> None:
         """Fill `theta` with the entries that a block was encoded from.
 
-        Args:
-            base: the same entries of the base; None: read them if the block needs them.
+        `base` are the same entries of the base; None: read them if the block needs them.
         """
         index, ends = self._index(name)
         size, form, known = index[block].tolist()

@@ -20,7 +20,7 @@ from tvb_mergekit.core.gram import NO_TENSOR, Factors, GramSums, cores_of, facto
 from tvb_mergekit.core.matrices import rounding_noise
 from tvb_mergekit.core.registry import Level
 from tvb_mergekit.core.settings import BASES, GLOBAL_KEYS, METHODS, Settings
-from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.errors import UserError, idle, listed
 from tvb_mergekit.names import TRANSPOSED
 from tvb_mergekit.progress import silent
 from tvb_mergekit.tensors import ranks
@@ -36,12 +36,9 @@ FAR = 3  # a merge this many times as long as its bases together gets a warning
 
 
 def build_basis(tasks: TaskSet, engine: Engine = Engine(), *, inner: bool = False) -> Basis:
-    """The basis. G is computed by a pass if it decides the merge; see `Basis.waits`.
+    """The basis. G is computed by a pass if it decides the merge, or if `inner`; see `Basis.waits`.
 
     Trim's thresholds need a pass in any case, which gives G as well unless it was needed before.
-
-    Args:
-        inner: Compute G in any case.
     """
     settings, method = tasks.settings, METHODS[tasks.settings.method]
     free = tasks.sums is not None or any(item.factored for item in tasks.items)
@@ -163,10 +160,8 @@ def count_matrices(settings: Settings, item: Item, bases: int) -> int:
 def check_matrices(settings: Settings, items: Sequence[Item]) -> None:
     """Raise UserError if `matrices` does not match the name of a matrix."""
     if settings.matrices and not any(settings.is_matrix(i.name, i.shape) for i in items):
-        raise UserError(
-            f"`matrices` is {settings.matrices!r}: it is found in the name of no tensor of two "
-            "or three dimensions that takes part; leave it out, or mend it"
-        )
+        names = [item.name for item in items if len(item.shape) in (2, 3)]
+        raise UserError(idle("matrices", settings.matrices, names))
 
 
 def merge_matrices(
