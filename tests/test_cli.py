@@ -179,7 +179,7 @@ REFUSED: dict[str, str] = {
     "inspect nope": "nope is not a store (no store.json of ours, from ",
     "build recipe.yml base": "already holds",
     "build recipe.yml out --device gpu": "device `gpu` cannot be used here: Expected one of cpu",
-    "export store math --task math": "already holds",
+    "learn recipe.yml atlas --out out --learning-rate nan": "--learning-rate is nan",
     "export store out": "give one of --task NAME and --all",
     "export store out --task mth": "did you mean `math`?",
     "export store out --task math --base math": "the weights of math are others",

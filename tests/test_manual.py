@@ -61,7 +61,7 @@ PAGES = {
 # Commands that no test runs, and why; ours are parsed
 NEVER = {
     "pip install": "changes the environment",
-    "python recipes/smollm2": "downloads the base and data sets",
+    "python (recipes/smollm2|-c)": "downloads the base and data sets, or asks the merge of them",
     "lm_eval .*(gsm8k|mergebench|smollm2)": "needs data sets of the Hub",
     "tvb score merged=out/merged ": "needs the scores of mergebench",
     "vllm|llama-server|python (-m sglang|convert_lora_to_gguf)": "is not installed here",

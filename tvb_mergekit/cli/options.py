@@ -102,9 +102,7 @@ dtype = functools.partial(choice, "--dtype", "float32 bfloat16 float16")
 def command(
     *shared: str, name: str | None = None, writes: str = "", several: bool = False
 ) -> Callable[[Body], click.Command]:
-    """Make a command with these OPTIONS after its own.
-
-    A mistake of the user in it becomes one line and exit code 1.
+    """Make a command with these OPTIONS after its own. A mistake is one line and exit code 1.
 
     Args:
         writes: the argument with the output path.
@@ -118,6 +116,8 @@ def command(
                 logging.getLogger("tvb_mergekit").setLevel(logging.INFO)
             try:
                 with logging_above_bars(), refusing(out=str(values.get(writes) or "")):
+                    for key in (name for name, value in values.items() if value != value):
+                        raise UserError(f"--{key.replace('_', '-')} is nan: give a number")
                     if not several:
                         ranks.one_only(click.get_current_context().command_path)
                     with unwinding(), ranks.joined():
