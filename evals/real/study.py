@@ -1,10 +1,5 @@
 #!/usr/bin/env python
-r"""Measure merges, bases and stores of SmolLM2's specialists, and report it.
-
-    python evals/real/train.py --data real-data --out real-runs --seed 0   # first: the specialists
-    python evals/real/study.py --data real-data --out real-runs --models full --seed 0 \
-        --part merges --part few
-    python evals/real/study.py                                             # the page alone
+"""Measure merges, bases and stores of SmolLM2's specialists, and report it.
 
 Each new cell gets a line in `cells.jsonl`, and the tables of evals/RESULTS.md are renewed. A
 command goes on after an interruption.

@@ -32,6 +32,7 @@ TITLES = {"full": "full, 12 tasks", "full-8": "full, 8 tasks", "lora16": "rank 1
           "lora4-8": "rank 4, 8 tasks", "peft4-8": "rank 4, begun at random",
           "short-4": "full, 4 tasks, 300 examples",
           "same4-4": "rank 4, 4 tasks trained with one template"}  # fmt: skip
+LESS = ("full-8", "short-4")  # are of the same kind as the twelve
 BASES = ("none", "groups", "balanced", "ae", "rand_select", "pca", "rand_proj", "sample")
 NAMES = {"none": "all task vectors", "sample": "samples of 5 %"}
 DRAWS = 9999
@@ -172,7 +173,7 @@ def specialists(study: Study) -> str:
     """Scores of each task: base, specialists and some merges."""
     rows: list[Any] = []
     for models, (_, tasks) in MODELS.items():
-        if models in ("full-8", "lora16", "short-4"):  # as the twelve in full
+        if models in (*LESS, "lora16"):  # as the twelve in full
             continue
         given = study.find(models, kind="reference")
         bases = [record | {"result": record["result"]["base"]} for record in given]
@@ -197,12 +198,10 @@ def merges(study: Study) -> str:
     """Merges over all task vectors."""
     rows: list[Any] = []
     tests = dict[int, float | None]()
-    for models, (_, tasks) in MODELS.items():
-        if models == "full-8":  # of the same kind as the twelve
-            continue
+    for models in (key for key in MODELS if key not in LESS):
         sums = study.find(models, kind="merge", how="ta", basis="none")
         for how, merge in MERGES.items():
-            found = study.find(models, kind="merge", how=how, num_bases=len(tasks))
+            found = study.find(models, kind="merge", how=how, basis="none")
             rows.append(((TITLES[models], merge.title), found))
             tests |= {id(found[0]): study.p(found, sums)} if found else {}
 
@@ -218,8 +217,20 @@ def bases(study: Study) -> str:
     columns = {m.title: Column(study.tuned, {"kind": "merge", "how": how})
                for how, m in MERGES.items()
                if "_cts" not in how and not how.startswith("wudi_30_")}  # fmt: skip
-    # Eight full fine-tunes are as the twelve
-    rows = [row for row in by_basis(study, "merge") if row[0][0] != TITLES["full-8"]]
+    rows = [row for row in by_basis(study, "merge") if row[0][0] not in map(TITLES.get, LESS)]
+    return grid(("models", "vectors"), columns, rows)
+
+
+def flows(study: Study) -> str:
+    """WUDI's times at lambda 1, over specialists too weak to divide by."""
+
+    def right(record: Record) -> float:
+        return statistics.fmean((means(record["result"]) or {}).values())
+
+    columns = {f"{title}: {time}": Column(value, {"how": f"wudi_{time}"})
+               for title, value in (("right", right), ("loss", result("loss")))
+               for time in ("auto", "300", "30")}  # fmt: skip
+    rows = [row for row in by_basis(study, "merge") if row[0][0] == TITLES["short-4"]]
     return grid(("models", "vectors"), columns, rows)
 
 
@@ -325,7 +336,8 @@ def theory(study: Study) -> str:
     )
 
 
-TABLES = {"specialists": specialists, "merges": merges, "bases": bases, "learned": learned,
+TABLES = {"specialists": specialists, "merges": merges, "bases": bases, "flows": flows,
+          "learned": learned,
           "stores": stores, "routing": routing, "cost": cost, "forgetting": forgetting,
           "online": online, "theory": theory}  # fmt: skip
 # Merge -> its colour, Okabe and Ito's

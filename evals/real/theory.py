@@ -91,11 +91,7 @@ def smoothness(run: Run, weights: Weights, task: str, examples: int, steps: int)
 
 
 def bounds(found: dict[str, Any], count: int) -> dict[str, list[tuple[float, float]]]:
-    """Each theorem's bounds and the losses that were seen, a pair for each task.
-
-    Args:
-        count: M of the bases that negation reconstructs from.
-    """
+    """Each theorem's bounds and the losses that were seen, a pair for each task; M is `count`."""
     c, epsilon, tasks = found["C"], found["epsilon"], found["tasks"]
     smooth = {task: abs(each["smoothness"]) for task, each in tasks.items()}
     beyond = max(smooth.values()) * found["eigenvalues"][count]  # L lambda_{M+1}

@@ -1,11 +1,6 @@
 #!/usr/bin/env python
 """Train a specialist for each task, in full or as a LoRA adapter.
 
-    python recipes/smollm2/get_base.py real-runs/base
-    python recipes/smollm2/get_data.py real-data
-    python evals/real/train.py --data real-data --out real-runs --seed 0
-    python evals/real/train.py --data real-data --out real-runs --seed 0 --kind lora4
-
 OUT/base/ is the base. OUT/seedSEED/KIND/TASK/ gets the model or adapter in bfloat16, and
 `training.json` with the facts and the scores on the way. A specialist's folder gets its name when
 it is complete, and is never trained again: the same command goes on after an interruption.
