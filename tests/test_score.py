@@ -25,16 +25,7 @@ from tvb_mergekit.score.table import gather
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests/facts/score"  # to be read by eye whenever it changes
-SMALL = """
-format_version: 1
-name: small
-title: Small
-categories:
-  - name: math
-    label: Math
-    tasks: [{name: add, label: Add}, {name: sub, label: Sub}]
-  - {name: code, label: Code, tasks: [{name: run, label: Run}]}
-"""
+SMALL = (ROOT / "tests/facts/small.yml").read_text()  # a benchmark
 TASKS = ("add", "sub", "run")
 BENCH = ("--benchmark", "small.yml")
 SFT = (*BENCH, "--specialist", "sft")
