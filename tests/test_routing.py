@@ -101,8 +101,7 @@ def test_scores_are_those_of_dense_float64(
 ) -> None:
     base, _, store = stored(make, form)
     monkeypatch.setattr(routing, "ENDS", 2)
-    live = library.attach(loaded(base), store, base)
-    live.route()
+    (live := library.attach(loaded(base), store, base)).route()
     live.choose(**batch_of(PROMPTS))
     found = torch.tensor([[own[task] for task in TASKS] for own in live.scores])
     texts = routing.plain_texts(loaded(base), base)
@@ -132,8 +131,7 @@ def test_adapters_that_began_at_random_are_told_apart(tmp_path: Path) -> None:
     paths = [f"{base}+{tmp_path / task}" for task in TASKS]
     path = write(recipe("basis_ta", base, paths, {}, basis="none"), tmp_path / "recipe")
     tvb("build", path, tmp_path / "store", "--quiet")
-    live = library.attach(loaded(base), tmp_path / "store", base)
-    live.route()
+    (live := library.attach(loaded(base), tmp_path / "store", base)).route()
     for number, task in enumerate(TASKS):
         live.choose(input_ids=prompts(number, 40))
         assert sum(max(own, key=own.__getitem__) == task for own in live.scores) >= 38
@@ -164,7 +162,7 @@ def test_each_sequence_has_the_weights_of_its_task(
     live = library.attach(model := loaded(base), store, base)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert live.route() is model
-    for some in ([0, 1, 2, 3], [2, 0], [1], [3, 3]):
+    for some in ([0, 1, 2, 3], [1], [3, 3], [2, 0]):
         batch = batch_of([PROMPTS[k] for k in some])
         output = model(**batch)
         for row, k in zip(output.logits, some, strict=True):
@@ -175,6 +173,9 @@ def test_each_sequence_has_the_weights_of_its_task(
             found = model.generate(**given, **how, num_beams=beams)
             ends = [row[batch["input_ids"].shape[1] :].tolist() for row in found]
             assert ends == [said[k][beams] for k in some]
+    early = said[2][1][0]  # a text that ends there gets pads, whether or not others are longer
+    found = model.generate(**given, **how, eos_token_id=early)[0, batch["input_ids"].shape[1] :]
+    assert found.tolist() == [early] + [0] * (len(found) - 1)
     assert live.reset() is model
     assert all(torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
     assert not any("forward" in vars(module) for module in model.modules())

@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_map
 
 from tvb_mergekit.errors import UserError, listed
 from tvb_mergekit.store import store as stores
 from tvb_mergekit.store.api import Model, base_of, open_model
 from tvb_mergekit.store.export import combine, items_of, task_column
 from tvb_mergekit.store.gates import THRESHOLD, Gate, gates_in, linear_layers, plain_texts, theta_of
-from tvb_mergekit.store.routing import Routed, Routing, end_routing, is_cache, routed_model
+from tvb_mergekit.store.routing import Routed, Routing, end_routing, routed_model
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.stream import Item, Sink, StateDict, Weights
 
@@ -153,6 +151,7 @@ class Live(Routing):
         if not any(gates.values()):
             raise UserError(f"{listed(names)}: no linear layer changed, so prompts show none")
         moved = [i for i in self._items if any(part.factors != () for part in i.inputs)]
+        # Adapters of linear layers alone add to the outputs of these
         self._added = all(item.factored and item.name in linear for item in moved)
         theta = {} if self._added else theta_of(self._live, {*chain(*gates.values())})
         self.gate = Gate(self.model, gates, theta, plain_texts(self.model, self.base.folder))
@@ -180,42 +179,41 @@ class Live(Routing):
         return self.chosen
 
     def _answer(self, call: Callable[..., Any], given: dict[str, Any]) -> Any:
-        """The output for the prompts of one task after another, or for all of them at once."""
+        """The output for all prompts at once, or for those of one task after another."""
         chosen = self.choose(**given)
-        groups = {task: [k for k, own in enumerate(chosen) if own == task] for task in chosen}
         if self._added:
-            tasks = ((m, task) for m, task in enumerate(self.gate.tasks) if task in groups)
+            self._change({}, again=False)
+            tasks = ((m, task) for m, task in enumerate(self.gate.tasks) if task in chosen)
             self._ones = {m: torch.tensor([float(own == t) for own in chosen]) for m, t in tasks}
-            groups = {None: [*range(len(chosen))]}
+            return call(**given)
+        groups = {task: [k for k, own in enumerate(chosen) if own == task] for task in chosen}
+        if len(groups) > 1 and "labels" in given:
+            raise UserError("prompts of several tasks have no common loss: leave `labels` out")
         split = {k: v for k, v in given.items() if isinstance(v, Tensor) and v.dim() > 1}
         outputs = []
         for task, rows in groups.items():
             self._change({} if task is None else {task: 1.0}, again=False)
             own = {key: v[rows] for key, v in split.items() if len(v) == len(chosen)}
             outputs.append(call(**given | own))
-        if len(outputs) == 1:
-            return outputs[0]
-        config = given.get("generation_config") or getattr(self.model, "generation_config", self)
-        ends = vars(config) | given
-        fillers = ends.get("pad_token_id"), ends.get("eos_token_id"), 0  # as `generate` does
-        filler = next(filler for filler in fillers if filler is not None)
         order = torch.tensor([*chain(*groups.values())]).argsort()
-        join = partial(joined, order, filler if isinstance(filler, int) else filler[0])
-        return tree_map(join, *outputs, is_leaf=is_cache)
+        config = given.get("generation_config") or getattr(self.model, "generation_config", self)
+        return joined(outputs, order, vars(config) | given) if len(outputs) > 1 else outputs[0]
 
     def _used(self, name: str) -> Mapping[int, Tensor]:
         return self._ones
 
 
-def joined(order: Tensor, filler: int, *parts: Any) -> Tensor | None:
-    """The outputs of groups as one; shorter texts end with `filler`."""
-    if not isinstance(parts[0], Tensor):  # no call goes on with a cache
-        return None
-    if parts[0].dim() < 2:
-        raise UserError("prompts of several tasks have no common loss: leave `labels` out")
-    rows = pad_sequence([*chain(*parts)], True, filler).unflatten(0, (len(order), -1))
-    found: Tensor = rows[order.to(rows.device)].flatten(0, 1)
-    return found
+def joined(outputs: Sequence[Any], order: Tensor, settings: Mapping[str, Any]) -> Any:
+    """The outputs of groups as one: texts, logits, or the last hidden states of an encoder."""
+    key = None if isinstance(outputs[0], Tensor) else next(iter(outputs[0]))
+    parts = chain(*(each if key is None else each[key] for each in outputs))
+    # Shorter texts end as those of `generate`
+    fillers = (settings.get("pad_token_id"), settings.get("eos_token_id"), 0)
+    filler = next(filler for filler in fillers if filler is not None)
+    filler = filler if isinstance(filler, int) else filler[0]
+    rows = pad_sequence([*parts], True, filler).unflatten(0, (len(order), -1))
+    found = rows[order.to(rows.device)].flatten(0, 1)
+    return found if key is None else type(outputs[0])(**{key: found})
 
 
 def writing(live: Mapping[str, Tensor]) -> Sink:

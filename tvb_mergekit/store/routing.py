@@ -39,7 +39,7 @@ Updates = Mapping[str, Sequence[Sequence[Tensor]]]  # weight -> the factors of e
 
 
 def end_routing(model: nn.Module) -> ExitStack:
-    """Let a model answer by its weights alone; returns a stack for what ends the next routing."""
+    """Let a model answer by its weights alone; returns a stack to end the next routing."""
     vars(model).pop(HOOKS, ExitStack()).close()
     hooks = vars(model)[HOOKS] = ExitStack()
     return hooks
@@ -95,7 +95,8 @@ class Routing(ABC):
             if within:
                 return old(*args, **kwargs)
             given = dict(zip(inspect.signature(old).parameters, args, strict=False)) | kwargs
-            if any(map(is_cache, given.values())):  # what its prompts have chosen is not known
+            # What the prompts of a cache have chosen is not known
+            if any(hasattr(value, "get_seq_length") for value in given.values()):
                 raise UserError("routed calls begin with prompts: leave `past_key_values` out")
             return self._answer(old, given)
 
@@ -107,14 +108,10 @@ class Routing(ABC):
         for m, c in self._used(name).items():
             if x.dim() != 3 or len(x) % len(c):
                 said = f"`{name}`: inputs {list(x.shape)} for {len(c)} prompts, as of experts"
-                raise UserError(f"{said}; leave it out of adapters, or `exclude` it from bases")
+                raise UserError(f"{said}; `use` one task, or `exclude` the layer from bases")
             c = c.repeat_interleave(len(x) // len(c)).to(x)  # `generate` makes beams of each
             y = y + functools.reduce(torch.matmul, updates[m], c[:, None, None] * x)
         return y
-
-
-def is_cache(value: Any) -> bool:
-    return hasattr(value, "get_seq_length")
 
 
 @dataclass(eq=False)
@@ -123,8 +120,7 @@ class Routed(Routing):
 
     routers: Mapping[str, Sequence[Tensor]]  # MLP -> weight and bias of R_l
     bases: Mapping[str, Tensor]  # weight -> B_m [M, ...]
-    # [sequences, tokens], 1 for the tokens of the prompts; None: all that the attention mask keeps
-    # in the first pass of a call
+    # [sequences, tokens], 1 in prompts; None: what the attention mask keeps in the first pass
     prompts: Tensor | None = None
     coefficients: dict[str, Tensor] = field(default_factory=dict)  # MLP -> c of the last prompts
     _mask: Tensor | None = None
