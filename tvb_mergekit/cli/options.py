@@ -193,12 +193,10 @@ def document_of(recipe: str, method: str | None, base: str | None) -> Document:
         if method is not None or base is not None:
             raise UserError(f"{recipe} is a recipe: --method and --base belong to a STORE")
         return read_recipe(recipe)
-    from tvb_mergekit.store.api import base_of
     from tvb_mergekit.store.recipes import recipe_of
     from tvb_mergekit.store.store import load
 
     bases = load(recipe)
-    base_of(bases, base)  # raises for another
     paths = os.path.abspath(recipe), base or bases.base_name
     document = recipe_of(bases.facts, method or "", *paths)
     import_mergekit()

@@ -150,14 +150,12 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
     from tvb_mergekit.plugin.document import from_mapping
     from tvb_mergekit.plugin.inputs import read_inputs
     from tvb_mergekit.store.add import add_task
-    from tvb_mergekit.store.api import base_of
 
     engine, options, own = cli.engine_of(values), cli.model_options(values), {"task": task}
 
     def inputs_for(bases: Bases | None) -> TaskSet:
         name, names, parameters = base, list[str](), {"basis": "none"}
         if bases is not None:
-            base_of(bases, base)  # raises for another
             name, names = base or bases.base_name, bases.facts.tensors
             parameters |= {"exclude": bases.settings.exclude} if bases.settings.exclude else {}
         elif name is None:

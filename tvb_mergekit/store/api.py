@@ -190,8 +190,7 @@ def base_of(bases: Bases, base: Model | None = None, dtype: torch.dtype | None =
     if dtype is not None and not dtype.is_floating_point:
         raise UserError(f"`dtype` is {dtype}: expected a floating-point torch.dtype")
     base = bases.base_name if base is None else base
-    found = open_model(base, f"; {bases.path} needs it: give its place by --base or `base`")
-    bases.check_base(found, name_of(base))
+    bases.check_base(found := open_model(base), name_of(base))
     return found
 
 
@@ -214,13 +213,13 @@ def _inputs(
     return made
 
 
-def open_model(model: Model, remedy: str = "") -> Weights:
+def open_model(model: Model) -> Weights:
     """A model's tensors."""
     if isinstance(model, Mapping):
         return StateDict(model)
     model = hub.local(model)
     if not os.path.exists(model):
-        raise UserError(f"model {model}: no such folder or file (from {os.getcwd()}){remedy}")
+        raise UserError(f"model {model}: no such folder or file (from {os.getcwd()})")
     if os.path.isfile(model) and MARKER in metadata_of(Path(model)):
         raise UserError(f"model {model} is a vector of a store, and not a model: `load` the store")
     return Checkpoint.open(model)

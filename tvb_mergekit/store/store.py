@@ -82,9 +82,7 @@ class Bases:
     @property
     def scales(self) -> Tensor:
         """[N], the factor of each vector in its basis: the weight of a task."""
-        return (
-            self.weights if self.facts.whole else torch.ones(len(self.sources), dtype=torch.float64)
-        )
+        return self.weights if self.facts.whole else torch.ones(len(self.sources)).double()
 
     def reconstruction(self, tasks: Sequence[str]) -> Tensor:
         """[N, len(tasks)]: each tau_hat over the bases, plus the mean."""
@@ -162,8 +160,11 @@ class Bases:
     @property
     def base_name(self) -> str:
         """The base's place in the recipe, or if it is not there, the absolute one."""
-        name = self.facts.base_model
-        return name if os.path.exists(name) else self.facts.base_path or name
+        name, last = self.facts.base_model, self.facts.base_path
+        place = name if os.path.exists(name) else last or name
+        if last and not os.path.exists(place):
+            raise UserError(f"{last}: no such folder; name the base of {self.path} by --base")
+        return place
 
 
 def over_store(bases: Bases, tasks: TaskSet, engine: Engine) -> Combination:
