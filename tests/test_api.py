@@ -55,7 +55,7 @@ def test_mistakes_are_user_errors(world: World, tmp_path: Path) -> None:
     for message, call in {
         "unknown key `num_base`": lambda: tvb.build(base, models, num_base=2),
         "compress by ae, or build": lambda: tvb.add(ae, base, math, "new", **balanced),
-        "the budget is 2, and the": lambda: tvb.add(three, base, math, "new", budget=2),
+        "the budget is 1: expected 2": lambda: tvb.add(three, base, math, "new", budget=1),
         "has shape": lambda: tvb.build(base, short),
         "belongs to the base": lambda: tvb.merge(bases, other),
         "depends on 'zzz'": lambda: tvb.merge(bases, base, "basis_iso", matrices="zzz"),
