@@ -156,9 +156,7 @@ def dense_of(case: Case, models: Models) -> Dense:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_dense_reference(
-    name: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equals_the_dense_reference(name, world, tmp_path, monkeypatch):
     case = CASES[name]
     if [*CASES].index(name) % 2:  # in many pieces, which several threads read
         monkeypatch.setattr(passes, "PIECE", 1)

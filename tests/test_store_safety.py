@@ -213,7 +213,8 @@ def test_a_file_that_is_gone_is_one_line(here: Path) -> None:
             assert "missing, and store.json names it" in refused(*words.split())
     tvb("remove", "lossless", "--task", "a")  # the remedy
     tvb("export", "lossless", "out", "--task", "b", "--quiet")
-    assert "missing" in refused("undo", "lossless")
+    before = contents(here / "lossless")
+    assert "missing" in refused("undo", "lossless") and contents(here / "lossless") == before
     Path("sampled/numbers-2.safetensors").unlink()
     assert "missing" in refused("merge", "sampled", "out", "--method", "add")
 
@@ -285,6 +286,9 @@ def test_a_change_that_is_refused_leaves_the_store(here: Path) -> None:
         ("lossless", f"{here}/base+{here}/adapter/x", "--task", "a"): "in .*lossless already",
     }.items():
         assert re.search(told, refused("add", *words, "--quiet")), words
+    tvb("build", write(recipe("basis_ta", here / "base", [less]), here / "short"), "short")
+    told = refused("add", "short", "e", "--task", "e", "--quiet")
+    assert re.search("`model.norm.weight` is not in .*short .missing in less.*would be lost", told)
     assert "no task can be taken out of bases" in refused("remove", "grown", "--task", "a")
     assert "no task 'z'" in refused("remove", "lossless", "--task", "z")
     assert before == {kind: contents(here / kind) for kind in KINDS}
