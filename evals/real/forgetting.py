@@ -25,9 +25,7 @@ KEPT = 0.95  # of the control score
 
 def forget(run: Run, cell: Cell) -> dict[str, Any]:
     """Subtract alpha times each task's vector, as a way holds it, and score what is left."""
-    everything = run.built({"basis": "none"})
-    merged = run.shifted(1.0, direction(run, everything, "wudi_30"))
-    del everything
+    merged = run.shifted(1.0, direction(run, run.built({"basis": "none"}), "wudi_30"))
     before = means(run.scores(merged, "test", run.tasks, cell["tested"]))
     found: dict[str, Any] = {"before": before, "tasks": {}}
     with tempfile.TemporaryDirectory() as folder:

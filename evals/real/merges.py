@@ -84,11 +84,12 @@ def searched(run: Run, cell: Cell, vector: Weights) -> dict[str, Any]:
     if cell["how"] in MERGES and cell["kind"] == "merge":
         fixed = validated(run, cell, vector, MERGES[cell["how"]].default)
         told["default"] = fixed / found if found else 0.0
-    moved = run.shifted(by, vector)
-    if cell["lambdas"] == [1.0]:  # scores of weak specialists say little
+    for at in (1.0, 2.0) if cell["lambdas"] == [1.0] else ():  # of specialists with weak scores
+        moved = run.shifted(at, vector)
         losses = (run.test_loss(moved, task, cell["tested"]) for task in run.tasks)
-        told["loss"] = sum(losses) / len(run.tasks)
-    return told | {"items": run.scores(moved, "test", run.tasks, cell["tested"])}
+        told[f"loss at {at:g}"] = sum(losses) / len(run.tasks)
+    scores = run.scores(run.shifted(by, vector), "test", run.tasks, cell["tested"])
+    return told | {"items": scores}
 
 
 def validated(run: Run, cell: Cell, vector: Weights, by: float) -> float:

@@ -82,8 +82,7 @@ def prompts_of(run: Run) -> dict[str, list[str]]:
 def plain(run: Run, count: int) -> list[int]:
     """The first tokens of a plain text."""
     text = (run.data / TEXT).read_text(encoding="latin-1")
-    found: list[int] = run.tokenizer(text)["input_ids"]
-    return found[:count]
+    return list(run.tokenizer(text)["input_ids"][:count])
 
 
 def attached(run: Run, store: Path) -> Any:
@@ -100,8 +99,7 @@ def attached(run: Run, store: Path) -> Any:
 def scored(live: Any, ids: list[int]) -> dict[str, float]:
     """The score of each task for one prompt."""
     live.choose(input_ids=torch.tensor([ids]))
-    found: dict[str, float] = live.scores[0]
-    return found
+    return dict(live.scores[0])
 
 
 def best(scores: dict[str, float]) -> str:

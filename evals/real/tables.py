@@ -30,7 +30,7 @@ from real.theory import bounds
 
 TITLES = {"full": "full, 12 tasks", "full-8": "full, 8 tasks", "lora16": "rank 16, 12 tasks",
           "lora4-8": "rank 4, 8 tasks", "peft4-8": "rank 4, begun at random",
-          "short-4": "full, 4 tasks, 300 examples",
+          "short-4": "full, 4 tasks, 300 examples", "short-7": "full, 7 tasks, 300 examples",
           "same4-4": "rank 4, 4 tasks trained with one template"}  # fmt: skip
 LESS = ("full-8", "short-4")  # are of the same kind as the twelve
 BASES = ("none", "groups", "balanced", "ae", "rand_select", "pca", "rand_proj", "sample")
@@ -196,8 +196,7 @@ def specialists(study: Study) -> str:
 
 def merges(study: Study) -> str:
     """Merges over all task vectors."""
-    rows: list[Any] = []
-    tests = dict[int, float | None]()
+    rows, tests = list[Any](), dict[int, float | None]()
     for models in (key for key in MODELS if key not in LESS):
         sums = study.find(models, kind="merge", how="ta", basis="none")
         for how, merge in MERGES.items():
@@ -228,7 +227,8 @@ def flows(study: Study) -> str:
         return statistics.fmean((means(record["result"]) or {}).values())
 
     columns = {f"{title}: {time}": Column(value, {"how": f"wudi_{time}"})
-               for title, value in (("right", right), ("loss", result("loss")))
+               for title, value in (("right", right), ("loss", result("loss at 1")),
+                                    ("loss at 2", result("loss at 2")))
                for time in ("auto", "300", "30")}  # fmt: skip
     rows = [row for row in by_basis(study, "merge") if row[0][0] == TITLES["short-4"]]
     return grid(("models", "vectors"), columns, rows)
@@ -306,8 +306,9 @@ def cost(study: Study) -> str:
         ("pass", "a pass of the base", ".2f"), ("choice", "a choice", ".2f"),
         ("change", "a change of weights", ".2f"), ("plain", "tokens a second", ".1f"),
         ("routed", "the same, routed", ".1f"))}  # fmt: skip
-    ways = {"speed": "100 tokens"}
-    return grid(("models", "prompt"), columns, by_way(study, ways, kind="routed"))
+    return grid(
+        ("models", "prompt"), columns, by_way(study, {"speed": "100 tokens"}, kind="routed")
+    )
 
 
 def theory(study: Study) -> str:
