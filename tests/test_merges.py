@@ -71,18 +71,18 @@ class Case:
 WEIGHTS = {0: {"weight": -1.5, "task": "sums"}, 2: {"weight": 0.5}}
 FILTERS: list[Any] = [{"filter": "self_attn", "value": 0.1}, {"filter": "mlp", "value": 0.9}]
 FILTERS += [{"value": 0.5}]
-GRADIENT = [0.1, 0.3, 0.8]
+GRADIENT = ["25e-2", 0.75]  # YAML reads numbers without a dot as text
 
 
 def varied(method: str, keys: Mapping[str, Any], key: str, filters: bool) -> Case:
-    """mergekit puts layer i of n at i / (n - 1) along a list, and all other tensors at 0."""
+    """mergekit puts layer i of n at i / (n - 1) between two values, and all other tensors at 0."""
 
     def by_filter(name: str) -> float:
         return 0.1 if "self_attn" in name else 0.9 if "mlp" in name else 0.5
 
     def by_layer(name: str) -> float:
         found = re.search(r"layers\.(\d)\.", name)
-        return GRADIENT[int(found[1]) if found else 0]
+        return (0.25, 0.5, 0.75)[int(found[1]) if found else 0]
 
     said = (key, FILTERS, by_filter) if filters else (key, GRADIENT, by_layer)
     return Case("three layers", method, keys, varying=said)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Combination, Tunables, warnings
 from tvb_mergekit.core.gram import check_copied
-from tvb_mergekit.core.settings import VARYING_KEYS, check_value
+from tvb_mergekit.core.settings import VARYING_KEYS
 from tvb_mergekit.errors import UserError, refusing
 from tvb_mergekit.plugin.recipe import Recipe
 from tvb_mergekit.plugin.sources import Load, Parts, parts_of
@@ -171,17 +171,15 @@ class MergedTensors:
 
     def _tunables(self, name: str, given: Mapping[str, Any]) -> Tunables:
         """The keys that may vary, resolved for this tensor, and noted for the report."""
-        values = dict[str, float]()
         for key in VARYING_KEYS:
             if (value := given.get(key)) is not None:
-                values[key] = check_value(key, value)
-                self.tunables.setdefault(key, set()).add(values[key])
+                self.tunables.setdefault(key, set()).add(value)
             elif key in given:
                 raise UserError(
                     f"`{key}` has no value for tensor `{name}`, which matches none of its filters; "
                     "add an entry without `filter`"
                 )
-        return Tunables.of(values)
+        return Tunables.of(given)
 
     def _count_once(self, item: Item) -> str:
         """The name under which a tensor counts in the Gram matrix: its own, or that of the first

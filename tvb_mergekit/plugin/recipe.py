@@ -347,13 +347,14 @@ class BasisMethod(MergeMethod):
     def __init__(self, name: str) -> None:
         # A global key that is not given has no value: `resolve_settings` applies its default.
         # `_values` reads the keys of models. mergekit would compare any two models for each tensor.
-        rows = [(key, None) for key in GLOBAL_KEYS.values()]
-        rows += [(key, key.default_for(name)) for key in VARYING_KEYS.values()]
+        rows = [(key, Any, None) for key in GLOBAL_KEYS.values()]
+        # mergekit interpolates numbers, and chooses one of texts, as YAML reads `1e-3`.
+        rows += [(key, key.kind, key.default_for(name)) for key in VARYING_KEYS.values()]
         self.spec = MergeMethodSpec(
             name=name,
             parameters=tuple(
-                ParameterSpec(key.name, Any, ParameterScope.SHARED, default, key.help)
-                for key, default in rows
+                ParameterSpec(key.name, kind, ParameterScope.SHARED, default, key.help)
+                for key, kind, default in rows
                 if name in key.methods
             ),
             contract=InputContract(base=BasePolicy.REQUIRED, min_inputs=2, min_non_base=1),
