@@ -184,9 +184,10 @@ def each_into(*sinks: Sink) -> Sink:
 def in_memory(items: Sequence[Item], outputs: int = 1) -> tuple[dict[str, Tensor], Sink]:
     """All outputs of each item, [K, *shape], and a sink that fills them."""
     flat = {i.name: torch.empty(outputs, i.numel, dtype=i.out, device="cpu") for i in items}
+    first = {i.name: i.first for i in items}  # those that are written may be experts of these
 
     def write(item: Item, start: int, stop: int, values: Tensor) -> None:
-        flat[item.name][:, start - item.first : stop - item.first] = values
+        flat[item.name][:, start - first[item.name] : stop - first[item.name]] = values
 
     return {i.name: flat[i.name].view(outputs, *i.shape) for i in items}, write
 
