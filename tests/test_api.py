@@ -89,6 +89,7 @@ def without(*names: str, **more: object) -> Change:
 
 
 X, MOST = "not in x, so the base's: ", "% of the base would be left out"
+USES = (EMBEDDING, HEAD)
 # Changes of the base, x and y, keys of the build, and how the line begins
 LEFT_OUT: list[tuple[tuple[Change, Change, Change], dict[str, Any], str]] = [
     ((dict, without("c", "d", "e", "head"), dict), {}, f"{X}c, d, e and 1 more"),
@@ -96,6 +97,7 @@ LEFT_OUT: list[tuple[tuple[Change, Change, Change], dict[str, Any], str]] = [
     # not floating point, no tensor, excluded, tied, and whole
     ((dict, without("steps", more=torch.tensor(1), epoch=3), dict), {}, ""),
     ((dict, without("head", z_head=torch.ones(1)), dict), {"exclude": "head"}, ""),
+    (tuple(without(**dict.fromkeys(USES[:n], torch.ones(2))) for n in (1, 2, 1)), {}, ""),
     ((dict, without(*SIZES), dict), {}, f"100 {MOST}: {X}a, b"),
     ((dict, without("a"), without("b")), {}, f"70 {MOST}"),
 ]  # fmt: skip
@@ -104,8 +106,7 @@ LEFT_OUT: list[tuple[tuple[Change, Change, Change], dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "keys", "said"), LEFT_OUT)
 def test_what_is_left_out_is_said_or_refused(changes, keys, said, tmp_path):
     made = state_dicts(tmp_path, "safetensors", tasks=("x", "y"), sizes=SIZES)
-    states = zip(changes, made.states, strict=True)
-    base, x, y = (change(dict(state)) for change, state in states)
+    base, x, y = (change(dict(s)) for change, s in zip(changes, made.states, strict=True))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.simplefilter("ignore", ResourceWarning)  # garbage of other tests

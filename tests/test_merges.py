@@ -218,8 +218,7 @@ IN_MEMORY += [("bin", WUDI, EXACT), ("bin", WUDI, {**EXACT, "matrices": "."})]
 
 @pytest.mark.parametrize(("ending", "method", "keys"), IN_MEMORY)
 def test_the_library_reads_files_and_leaves_states_alone(ending, method, keys, tmp_path):
-    """Of a training script: pickled and nested, tied, channels last, of any shape; no memory is
-    shared."""
+    """Of a training script: pickled and nested, tied, channels last, of any shape; not shared."""
     models = state_dicts(tmp_path, ending, twice=ending != "safetensors")
     before, (base, *states) = copy.deepcopy(models.states), map(dict, models.states)
     listed = dict(zip(models.tasks, states, strict=True))

@@ -113,9 +113,7 @@ class Checkpoint(Weights):
             while len(data) and (count := file.readinto(data)):  # Linux reads 2 GB at most
                 data = data[count:]
         if len(data):
-            raise UserError(
-                f"{self.folder / info.shard} ends in `{name}`: it was changed meanwhile"
-            )
+            raise UserError(f"{self.folder / info.shard} ends in `{name}`: changed meanwhile")
         return chunk
 
     def check_unchanged(self, *shards: str) -> None:
@@ -224,7 +222,7 @@ def _map_pickle(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # torch raises any kind here
         why = "needs running code" if isinstance(error, pickle.UnpicklingError) else "is damaged"
         raise UserError(f"{path}: {why} ({one_line(error):.100}); take safetensors") from error
-    held = loaded if isinstance(loaded, dict) else {}
+    held = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else {}
     found = {str(name): value for name, value in held.items() if isinstance(value, Tensor)}
     if not found:
         raise UserError(f"{path}: holds no tensors; save the state dict alone")

@@ -158,7 +158,7 @@ def match(
         items.append(Item(name, info.shape, Part.of(base, name), tuple(filter(None, parts))))
     shapes = [
         {n: i.shape for n, i in each.tensors.items()
-         if i.stored and i.dtype.is_floating_point and not settings.excludes(n)}
+         if i.dtype.is_floating_point and not settings.excludes(n)}
         for each in (base, *sources)
     ]  # fmt: skip
     notes = check_missing(made.left_out, shapes[0], dict(zip(tasks, shapes[1:], strict=True)))
@@ -271,7 +271,8 @@ def check_missing(
     for why in sorted(set(missing.values())):
         names = [name for name, own in missing.items() if own == why]
         lines.append(f"not in {why.removeprefix(MISSING)}, so the base's: {listed(names)}")
-    part, whole = (sum(math.prod(base[name]) for name in names) for names in (missing, base))
+    once = [name for name in base if not left_out.get(name, "").startswith(SAME)]
+    part, whole = (sum(math.prod(base[name]) for name in names) for names in (missing, once))
     if 2 * part > whole:
         raise UserError(
             f"{100 * part / whole:.0f} % of the base would be left out: {'; '.join(lines)}; "
