@@ -211,6 +211,7 @@ def test_a_file_that_is_gone_is_one_line(here: Path) -> None:
         assert f"{name}.safetensors" in str(caught.value) and "\n" not in str(caught.value)
         for words in (f"inspect {kind}", f"export {kind} out --task a"):
             assert "missing, and store.json names it" in refused(*words.split())
+    assert "a-1.safetensors: missing" in refused("remove", "lossless", "--task", "b")  # for ever
     tvb("remove", "lossless", "--task", "a")  # the remedy
     tvb("export", "lossless", "out", "--task", "b", "--quiet")
     before = contents(here / "lossless")

@@ -106,7 +106,7 @@ def undo(path: str | os.PathLike[str]) -> Bases:
 def remove(path: str | os.PathLike[str], task: str) -> Bases:
     """Remove a task from the store of all tasks at `path`, which has others."""
     with changing(path) as change:
-        facts = change.facts
+        facts, needed = change.facts, list[Any]()
         assert facts is not None
         if not facts.whole:
             said = "no task can be taken out of bases; `tvb undo` takes back the last addition"
@@ -114,6 +114,10 @@ def remove(path: str | os.PathLike[str], task: str) -> Bases:
         check_known(task, facts.tasks, f"no task {task!r} in {path}")
         if facts.tasks == [task]:
             raise UserError(f"{path}: {task!r} is its only task; delete the folder instead")
+        with suppress(UserError):  # a damaged task can always go
+            check_files(change.store, facts.vectors[facts.tasks.index(task)].held)
+            needed = [*facts.held.values()]  # a sound one only if `undo` can bring it back
+        check_files(change.store, needed)
 
         def without(of: Mapping[str, Any]) -> dict[str, Any]:
             return {key: value for key, value in of.items() if key != task}

@@ -33,7 +33,6 @@ from tvb_mergekit.tensors.passes import combine_pass
 from tvb_mergekit.tensors.stream import Engine, Item, Part, Sink, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
 
-LOG = logging.getLogger(__name__)
 LOSSY = 0.3  # relative error of a reconstructed task beyond which an export warns
 REST = "rest.safetensors"
 # Files of a model beside its weights: the last are modules of sentence-transformers
@@ -101,7 +100,7 @@ def export(
     output.check_output_folder(out)
     output.check_disk(out, len(tasks) * sum(info.nbytes for info in base.tensors.values()))
     for line in filter(None, (lost_of(bases, task) for task in tasks)):
-        LOG.warning("%s", line)
+        logging.warning("%s", line)
     with output.staged(out) as folder:
         for task, column, slug in zip(tasks, columns, slugs(tasks), strict=True):
             place, exact = folder / slug if every else folder, original(bases, task, base)

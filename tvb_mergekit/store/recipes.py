@@ -20,11 +20,8 @@ def recipe_of(facts: StoreFacts, name: str, store: str, base: str) -> dict[str, 
     method, built = ALL_TASKS.get(name, "basis_negate"), facts.parameters
     # The built recipe's numbers hold for its own method, or for the other of these two.
     shared = method == facts.method or {method, facts.method} <= {"basis_ta", "basis_ties"}
-    keys = [
-        key
-        for key in (*MERGING_KEYS, *(VARYING_KEYS if shared else ()))
-        if method in KEYS[key].methods
-    ]
+    every = (*MERGING_KEYS, *(VARYING_KEYS if shared else ()))
+    keys = [key for key in every if method in KEYS[key].methods]
     parameters = {key: built[key] for key in keys if built.get(key) is not None}
     if method in MATRIX_METHODS and method != facts.method and built["basis"] in EVEN:
         parameters["lambda_scale"] = "tasks"  # so that lambda 1 counts all task vectors
