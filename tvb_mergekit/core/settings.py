@@ -209,8 +209,8 @@ def _leaves(value: object) -> Iterator[object]:
 def check_tasks(names: Sequence[str], models: Sequence[str]) -> None:
     """Raise UserError unless the names are unique and `forget` can list them."""
     for place, (name, model) in enumerate(zip(names, models, strict=True)):
-        if not name or "," in name or name != name.strip() or not name.isprintable():
-            why = "is empty, or has a comma, an outer blank or a control character"
+        if name in ("", "base") or "," in name or name != name.strip() or not name.isprintable():
+            why = "is empty or `base`, or has a comma, an outer blank or a control character"
         elif name in names[:place]:
             why = f"is also that of model {models[names.index(name)]}"
         else:
