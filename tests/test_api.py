@@ -232,7 +232,7 @@ def test_any_module_and_layout_against_float64(dtype: torch.dtype) -> None:
     """Tied weights, channels last and buffers, whose sums are exact in float32: rounded once."""
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 5), nn.Linear(8, 5)
-    model: Any = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    model: Any = nn.Sequential(*layers, nn.Embedding(0, 2)).to(memory_format=torch.channels_last)
     model[3].weight = model[2].weight
     base = {n: torch.randint(-128, 128, t.shape) / 64 for n, t in model.state_dict().items()}
     base["1.num_batches_tracked"] = torch.tensor(3)  # left alone: no task moves it

@@ -187,7 +187,7 @@ class Live(Routing):
             self._ones = {m: torch.tensor([float(own == t) for own in chosen]) for m, t in tasks}
             return call(**given)
         groups = {task: [k for k, own in enumerate(chosen) if own == task] for task in chosen}
-        if len(groups) > 1 and "labels" in given:
+        if len(groups) > 1 and given.get("labels") is not None:
             raise UserError("prompts of several tasks have no common loss: leave `labels` out")
         split = {k: v for k, v in given.items() if isinstance(v, Tensor) and v.dim() > 1}
         outputs = []
@@ -234,7 +234,7 @@ def writing(live: Mapping[str, Tensor]) -> Sink:
 def layout_of(state: Mapping[str, Any]) -> dict[str, tuple[object, ...]]:
     """Memory, dtype, shape and strides of each tensor, which tied ones share."""
     # Buffers that are not stored may change: some rotary embeddings replace theirs as they run.
-    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    tensors = {n: t for n, t in state.items() if isinstance(t, Tensor) and t.numel()}
     return {n: (t.device, t.data_ptr(), t.dtype, t.shape, t.stride()) for n, t in tensors.items()}
 
 
