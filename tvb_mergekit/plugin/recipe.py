@@ -45,7 +45,7 @@ from tvb_mergekit.plugin import store_of
 from tvb_mergekit.store.store import Bases, load
 from tvb_mergekit.tensors.adapter import MERGE_FIRST
 
-DTYPES = ("bfloat16", "float16", "float32", "float64")  # of weights
+FLOATS = ("bfloat16", "float16", "float32", "float64")  # of weights
 _Section = tuple[str, Any]  # a part of the configuration, after its place
 
 
@@ -115,7 +115,7 @@ def read_recipe(config: MergeConfiguration, bases: Bases | None = None) -> Recip
         _set_chat_template(SimpleNamespace(), config)
     for key in ("dtype", "out_dtype"):
         if value := getattr(config, key):
-            check_known(value.removeprefix("torch."), DTYPES, f"`{key}` is {value}")
+            check_known(value.removeprefix("torch."), FLOATS, f"`{key}` is {value}")
     if config.base_model is None:
         raise UserError(
             f"`base_model` is missing: {config.merge_method} needs the models' common base"

@@ -196,7 +196,7 @@ def vocabulary(folder: Path) -> tuple[str, bytes]:
     return "", b""
 
 
-def rows_of(name: str, data: bytes) -> dict[str, int]:
+def token_rows(name: str, data: bytes) -> dict[str, int]:
     """Token -> row, by a file of `vocabulary`; empty if it cannot be read."""
     with suppress(Exception):  # damaged: the tokenizer's own loader complains
         if name == "tokenizer.json":
@@ -227,7 +227,7 @@ def check_words(models: Sequence[Weights], tasks: Sequence[str], names: Iterable
     """
     embeddings, known = tied_uses(names), models[0].folder
     # Most models have the base's file, and a large one takes a second.
-    read = functools.lru_cache(2)(rows_of)
+    read = functools.lru_cache(2)(token_rows)
     for task, folder in zip(tasks, (each.folder for each in models[1:]), strict=True):
         if not (embeddings and known and folder) or folder == known:
             continue
