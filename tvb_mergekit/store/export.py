@@ -173,7 +173,7 @@ def write_original(
         files = companions(base.folder) | files
     for name, file in files.items():
         shutil.copyfile(file, folder / name.replace("/", "%2F"))
-    kept, known = [], {(Path(each.file).name, each.xxh3_128): each for each in held}
+    kept, known = [], {(Path(f.file).name, record_of(store, f.file).xxh3_128): f for f in held}
     for file in sorted(folder.iterdir()):
         own = record_of(store, f"{place}/{file.name}")
         kept.append(known.get((file.name, own.xxh3_128), own))
