@@ -180,7 +180,7 @@ OF_FILES = {
     ),
     "most lost in a model": Case(
         setup=edited("b", lambda t: [t.pop(name) for name in [*t] if "norm" not in name]),
-        wants=("9. % of the base", "16 missing in b .*", "fine-tuned from this base"),
+        wants=("9. % of the base", "not in b, so the base's: lm_h", "fine-tuned from this base"),
     ),
     # files
     "data cut": Case(

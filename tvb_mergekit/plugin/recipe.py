@@ -349,7 +349,7 @@ class BasisMethod(MergeMethod):
         # `_values` reads the keys of models. mergekit would compare any two models for each tensor.
         rows = [(key, Any, None) for key in GLOBAL_KEYS.values()]
         # mergekit interpolates numbers, and chooses one of texts, as YAML reads `1e-3`.
-        rows += [(key, key.kind, key.default_for(name)) for key in VARYING_KEYS.values()]
+        rows += [(key, key.kind | None, key.default_for(name)) for key in VARYING_KEYS.values()]
         self.spec = MergeMethodSpec(
             name=name,
             parameters=tuple(
