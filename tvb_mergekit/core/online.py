@@ -11,8 +11,6 @@ from the Gram matrix of all tasks. It is known until a task joins compressed bas
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -24,37 +22,31 @@ from tvb_mergekit.core.settings import Settings
 COMPRESSIONS = ("ae", "balanced")
 
 
-@dataclass(frozen=True)
-class Buffer:
-    """T tasks in M bases, all float64: E [T, M], D [M, T], and G [T, T] if it is known.
-
-    `basis_weights` are w [M] with sum_m w_m B_m = the sum of all task vectors, else None.
-    """
-
-    encoder: Tensor
-    decoder: Tensor
-    gram: Tensor | None
-    basis_weights: list[float] | None
-
-
 def add_task(
-    buffer: Buffer, products: Tensor, budget: int, how: str, settings: Settings
-) -> tuple[Tensor, Buffer]:
-    """Add a task to a buffer, and compress its bases first if they have no room.
+    encoder: Tensor,
+    decoder: Tensor,
+    weights: list[float] | None,
+    products: Tensor,
+    budget: int,
+    how: str,
+    settings: Settings,
+) -> tuple[Tensor, Tensor, Tensor, list[float] | None]:
+    """Add a task to T tasks in M bases, and compress the bases first if they have no room.
 
     Args:
-        products: [M + 1, M + 1] float64, the Gram matrix of the M bases and the new task vector.
+        encoder, decoder: E [T, M] and D [M, T], float64 as all.
+        weights: w [M] with sum_m w_m B_m = the sum of all task vectors, if the bases have them.
+        products: [M + 1, M + 1], the Gram matrix of the M bases and the new task vector.
         budget: the most bases after the round, at least 2.
-        how: `ae`, by `settings`, as in the paper. Or `balanced`, if the buffer has basis weights:
+        how: `ae`, by `settings`, as in the paper. Or `balanced`, if there are weights:
             sum_m w_m B_m stays the sum of all tasks.
 
     Returns:
-        [M + 1, M'] from the M previous bases and the new task vector to the new bases, and the
-        buffer of T + 1 tasks.
+        [M + 1, M'] from the M previous bases and the new task vector to the new bases; then E, D
+        and w of T + 1 tasks.
     """
     products, count = (products + products.T) / 2, len(products) - 1
     inner = torch.eye(count, dtype=torch.float64)
-    encoder, decoder, weights = buffer.encoder, buffer.decoder, buffer.basis_weights
     if count >= budget:  # U = B W_e
         old, size = products[:count, :count], budget - 1
         if how == "balanced":
@@ -67,9 +59,6 @@ def add_task(
         inner = encoding.encoder
         encoder, decoder = encoder @ inner, encoding.decoder @ decoder
     weights = weights and [*weights, 1.0]
-    # Bases that are the task vectors have their Gram matrix
-    exact = torch.equal(buffer.encoder, torch.eye(len(buffer.encoder), dtype=torch.float64))
-    gram = products if exact and buffer.gram is not None else None
     one = torch.ones(1, 1, dtype=torch.float64)  # [[E W_e, 0], [0, 1]], and likewise
     matrix, encoder, decoder = (torch.block_diag(e, one) for e in (inner, encoder, decoder))
-    return matrix, Buffer(encoder, decoder, gram, weights)
+    return matrix, encoder, decoder, weights

@@ -61,7 +61,7 @@ def add_task(
         bases.check_base(inputs.base, inputs.base_model)
         how, budget = _room(bases, inputs.tasks[0], compress, budget)
         most = count + 1 if budget is None else min(budget, count + 1)
-        joins = bases.facts.whole and most > count  # and the store stays one of all tasks
+        joins = facts.whole and most > count  # and the store stays one of all tasks
         inputs = replace(inputs, items=_given(bases, inputs))
         both = _beside(bases, inputs, joins)
         names = [*(vector.name for vector in facts.vectors), *inputs.tasks]
@@ -73,15 +73,18 @@ def add_task(
 
         # The new vectors as combinations of the present ones and the new task vector
         scales = torch.tensor([*bases.scales.tolist(), *inputs.weights], dtype=torch.float64)
-        products, gram = raw.scaled(scales.tolist()).gram, bases.tensors.get("gram")
+        products = raw.scaled(scales.tolist()).gram
         shares = [vector.share for vector in facts.vectors if vector.share < 1]
         if shares and joins:
             products[:count, :count] = bases.tensors["gram"]  # of the models, not of samples
-        elif shares:
-            gram = None
         settings = bases.settings.but(basis=how, num_bases=most)
-        buffer = online.Buffer(bases.encoder, bases.decoder, gram, facts.basis_weights)
-        matrix, step = online.add_task(buffer, products, most, how, settings)
+        matrix, encoder, decoder, basis_weights = online.add_task(
+            bases.encoder, bases.decoder, facts.basis_weights, products, most, how, settings
+        )
+        numbers = {"encoder": encoder, "decoder": decoder}
+        exact = bases.encoder.equal(torch.eye(len(bases.encoder), dtype=torch.float64))
+        if exact and "gram" in bases.tensors and (joins or not shares):
+            numbers["gram"] = products  # of the bases, which are the task vectors
 
         # A task that joins is dense or a sample as the others are, or has the form that suits it
         dense = [vector.dtype for vector in facts.vectors if vector.codec == "dense"]
@@ -102,12 +105,12 @@ def add_task(
         if not joins:
             made["parameters"] |= settings.in_force()
             made |= {"errors": dict.fromkeys(made["tasks"]), **UNKNOWN}
-            if step.gram is not None:  # errors follow from it
-                encoding = Gram.of(step.gram).encoding(step.encoder.numpy(), step.decoder.numpy())
-                made |= measured(made["tasks"], encoding, step.gram)
+            if "gram" in numbers:  # errors follow from it
+                encoding = Gram.of(numbers["gram"]).encoding(encoder.numpy(), decoder.numpy())
+                made |= measured(made["tasks"], encoding, numbers["gram"])
         made |= {"vectors": [*kept, *vectors], "num_bases": most, "seconds": {}}
-        made |= {"budget": budget, "compress": how, "basis_weights": step.basis_weights}
-        change.commit(made, {"encoder": step.encoder, "decoder": step.decoder, "gram": step.gram})
+        made |= {"budget": budget, "compress": how, "basis_weights": basis_weights}
+        change.commit(made, numbers)
     return load(change.store)
 
 

@@ -53,10 +53,9 @@ class Change:
         (self.store / kind).mkdir(exist_ok=True)
         return place
 
-    def commit(self, made: Mapping[str, Any], numbers: Mapping[str, Tensor | None]) -> None:
+    def commit(self, made: Mapping[str, Any], numbers: Mapping[str, Tensor]) -> None:
         """Write the numbers of the next state, whose other files are there, and publish it."""
-        known = {name: each for name, each in numbers.items() if each is not None}
-        write_tensors(self.store / self.made[0], known, {"format": "pt"})
+        write_tensors(self.store / self.made[0], numbers, {"format": "pt"})
         new = {**made, "numbers": record_of(self.store, self.made[0])}
         facts = StoreFacts.model_validate({**new, "previous": self.facts})
         (self.store / LOCK).touch()  # that of a new store, so that a refused change adds no file
