@@ -173,10 +173,11 @@ def write_original(
         files = companions(base.folder) | files
     for name, file in files.items():
         shutil.copyfile(file, folder / name.replace("/", "%2F"))
-    kept, known = [], {(Path(f.file).name, record_of(store, f.file).xxh3_128): f for f in held}
+    kept = list[StoredFile]()
     for file in sorted(folder.iterdir()):
         own = record_of(store, f"{place}/{file.name}")
-        kept.append(known.get((file.name, own.xxh3_128), own))
+        twins = (f for f in held if (Path(f.file).name, f.xxh3_128) == (file.name, own.xxh3_128))
+        kept.append(next((f for f in twins if record_of(store, f.file) == f), own))  # if sound
         if kept[-1] is not own:
             file.unlink()
     with suppress(OSError):

@@ -35,7 +35,7 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
 
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.names import LAYER, TRANSPOSED, is_linear, looked_at
+from tvb_mergekit.names import LAYER, OUTPUT_EMBEDDING, TRANSPOSED, is_linear, looked_at
 from tvb_mergekit.store.facts import StoredFile, check_files, record_of, write_tensors
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.taskset import TaskSet
@@ -184,7 +184,8 @@ def theta_of(live: Mapping[str, Tensor], gates: Container[str]) -> dict[str, Ten
     places = {name: (m[2], int(m[3])) for name in live if (m := LAYER.match(name))}
     last = dict(sorted(place for name, place in places.items() if name in gates))
     later = {n for n, (stack, number) in places.items() if number > last.get(stack, number)}
-    return {name: tensor.clone() for name, tensor in live.items() if name not in later}
+    every = (n for n in live if n not in later and not OUTPUT_EMBEDDING.search(n))
+    return {name: live[name].clone() for name in every}
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
