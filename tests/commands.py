@@ -21,7 +21,7 @@ from tiny import load
 from torch import Tensor
 
 from tvb_mergekit.cli import commands as cli
-from tvb_mergekit.store.recipes import recipe_of
+from tvb_mergekit.plugin.ways import recipe_of
 from tvb_mergekit.store.store import load as load_store
 
 MODULES = {

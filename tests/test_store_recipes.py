@@ -21,7 +21,7 @@ from worlds import Models, World, adapters, save, tensors_of
 
 import tvb_mergekit
 from tvb_mergekit.store import store as stores
-from tvb_mergekit.store.recipes import ALL_TASKS
+from tvb_mergekit.plugin.ways import ALL_TASKS
 from tvb_mergekit.store.store import Bases
 
 NONE = {"basis": "none"}

@@ -193,7 +193,7 @@ def document_of(recipe: str, method: str | None, base: str | None) -> Document:
         if method is not None or base is not None:
             raise UserError(f"{recipe} is a recipe: --method and --base belong to a STORE")
         return read_recipe(recipe)
-    from tvb_mergekit.store.recipes import recipe_of
+    from tvb_mergekit.plugin.ways import recipe_of
     from tvb_mergekit.store.store import load
 
     bases = load(recipe)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tvb_mergekit.store.store import Bases
     from tvb_mergekit.tensors.taskset import TaskSet
 
-WAYS = ("add", "ties", "iso", "tsvm", "wudi")  # the names of `store.recipes`, which imports torch
+WAYS = ("add", "ties", "iso", "tsvm", "wudi")  # the names of `plugin.ways`, which imports torch
 
 
 @command("device", *MODELS, "quiet", writes="store", several=True)

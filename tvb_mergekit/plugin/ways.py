@@ -31,10 +31,10 @@ def recipe_of(facts: StoreFacts, name: str, store: str, base: str) -> dict[str, 
         parameters = {"alpha": ALPHA, **parameters, "forget": forgets[name]}
         if facts.whole and not parameters.get("lambda"):  # the other vectors are not needed
             store = f"{store}/{forgets[name]}"
-    return {
+    made: dict[str, Any] = {
         "merge_method": method,
         "base_model": base,
         "models": [{"model": store}],
-        "parameters": parameters,
-        **({"dtype": facts.dtype} if facts.dtype else {}),
     }
+    dtype = {"dtype": facts.dtype} if facts.dtype else {}
+    return made | {"parameters": parameters} | dtype
