@@ -22,8 +22,8 @@ from test_faults import snapshot
 from tvb_mergekit import __version__
 from tvb_mergekit.cli.commands import main
 from tvb_mergekit.cli.stores import WAYS
-from tvb_mergekit.store.facts import StoreFacts, read_facts, write_facts
 from tvb_mergekit.plugin.ways import ALL_TASKS
+from tvb_mergekit.store.facts import StoreFacts, read_facts, write_facts
 
 COMMANDS = "build inspect add undo remove export merge score learn tune".split()
 

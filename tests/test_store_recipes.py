@@ -20,8 +20,8 @@ from tiny import TASKS, llama, load
 from worlds import Models, World, adapters, save, tensors_of
 
 import tvb_mergekit
-from tvb_mergekit.store import store as stores
 from tvb_mergekit.plugin.ways import ALL_TASKS
+from tvb_mergekit.store import store as stores
 from tvb_mergekit.store.store import Bases
 
 NONE = {"basis": "none"}

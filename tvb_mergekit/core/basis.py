@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from tvb_mergekit.core.gram import Encoding, Gram, GramSums
 from tvb_mergekit.core.methods.ties import trim_thresholds
@@ -176,16 +175,15 @@ class Basis(Combination):
         """Whether no pass has summed yet: G does not matter, and a merge finds the norms."""
         return self.sums.num_parameters == 0
 
-
-def over_bases(
-    settings: Settings, tasks: Sequence[str], shares: Tensor, reconstruction: Tensor
-) -> Combination:
-    """The M bases of a store instead of models, with weights v [M] in the sum.
-
-    `reconstruction` gives each tau_hat, [M, T], or [M + 1, T] with PCA's mean as the last input.
-    """
-    rest = len(reconstruction) - len(shares)  # PCA's mean is in no basis
-    return Combination(settings, tasks, pad(torch.diag(shares), (0, 0, 0, rest)), reconstruction)
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Encoder, decoder, G and its eigenvalues, as far as they are known."""
+        encoding, kind = self.encoding, self.settings.basis
+        found = {"encoder": encoding.encoder, "decoder": encoding.decoder}
+        if self.sums.inner:
+            return {**found, "gram": self.sums.gram, "eigenvalues": encoding.eigenvalues}
+        known = {"none": ("encoder", "decoder"), "rand_select": ("encoder",)}  # without G
+        return {name: found[name] for name in known.get(kind, ())}
 
 
 def encode(gram: Tensor, settings: Settings) -> Encoding:

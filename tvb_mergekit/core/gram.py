@@ -178,7 +178,8 @@ def factor_gram(matrices: Iterable[Sequence[Factors]], tasks: int) -> GramSums:
 class Encoding:
     """Coefficients of M bases over T tasks, all float64, and their loss.
 
-    `encoder` is W_e [T, M] and `decoder` W_d [M, T]; T_hat = T `reconstruction` [T, T].
+    `encoder` is W_e [T, M] and `decoder` W_d [M, T]; T_hat = T `reconstruction` [T, T]. `errors`
+    are ||tau_hat_i - tau_i|| / ||tau_i|| [T]: 0 if that is rounding alone, None of a zero vector.
     """
 
     encoder: Tensor
@@ -187,6 +188,7 @@ class Encoding:
     eigenvalues: Tensor
     loss: float
     spectral_bound: float
+    errors: list[float | None]
 
     @property
     def retained_energy(self) -> float:
@@ -223,11 +225,6 @@ class Gram:
     def size(self) -> int:
         return len(self.values)
 
-    def errors(self, reconstruction: Array) -> Array:
-        """||tau_hat_i - tau_i|| [T] of T_hat = T `reconstruction`; 0 if it is rounding alone."""
-        lengths = np.linalg.norm(self.root @ (reconstruction - np.eye(self.size)), axis=0)
-        return np.where(lengths > NULL * np.linalg.norm(self.root), lengths, 0.0)
-
     def decoder(self, encoder: Array) -> Array:
         """The least-squares W_d [M, T] of least norm, (W_e^T G W_e)^+ W_e^T G = (F W_e)^+ F.
 
@@ -241,12 +238,16 @@ class Gram:
         """The result; the decoder defaults to least squares. R = W_e W_d + `mean` 11^T."""
         decoder = self.decoder(encoder) if decoder is None else decoder
         reconstruction = encoder @ decoder + mean
-        # ||T R - T||_F^2 = ||F (R - I)||_F^2 (paper Eqs. 5 and 6)
-        loss = float(np.square(self.root @ (reconstruction - np.eye(self.size))).sum())
+        lost = self.root @ (reconstruction - np.eye(self.size))
+        loss = float(np.square(lost).sum())  # ||T R - T||_F^2 = ||F (R - I)||_F^2, Eqs. 5 and 6
+        lengths, norms = np.linalg.norm(lost, axis=0), np.sqrt(self.matrix.diagonal())
+        lengths[lengths <= NULL * np.linalg.norm(self.root)] = 0.0
+        pairs = zip(lengths.tolist(), norms.tolist(), strict=True)
+        errors = [length / norm if norm else None for length, norm in pairs]
         # the eigenvalues beyond the M-th (Eq. 7)
         bound = float(self.values[encoder.shape[1] :].sum())
         coefficients = _tensor(encoder), _tensor(decoder), _tensor(reconstruction)
-        return Encoding(*coefficients, _tensor(self.values), loss, bound)
+        return Encoding(*coefficients, _tensor(self.values), loss, bound, errors)
 
 
 def _tensor(array: Array) -> Tensor:

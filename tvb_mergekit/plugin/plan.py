@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from mergekit.architecture import WeightInfo
@@ -294,11 +294,10 @@ class Plan:
             for line in warnings(self.basis, models):
                 LOG.warning("%s", line)
 
-    def report(self) -> tuple[Facts, dict[str, Tensor]]:
+    def report(self) -> tuple[Facts, Mapping[str, Tensor]]:
         """basis.json and basis.safetensors of the merge."""
-        learned, basis, store = self.learned, self.basis, self.recipe.store
+        learned, store = self.learned, self.recipe.store
         tunables = self.tensors.tunables if learned is None else {}
         method = {} if learned is None else {"method": learned.method}
-        facts = report.facts(self.tasks, basis, tunables, store.facts if store else None)
-        tensors = report.tensors_of(basis) if store is None else dict(store.tensors)
-        return facts.model_copy(update=method), tensors
+        facts = report.facts(self.tasks, self.basis, tunables, store.facts if store else None)
+        return facts.model_copy(update=method), (store or cast(Basis, self.basis)).tensors

@@ -20,13 +20,13 @@ from mergekit import merge as stock
 from mergekit.common import ModelPath, ModelReference
 from mergekit.options import MergeOptions
 
-from tvb_mergekit.errors import one_line, refusing, unwinding
+from tvb_mergekit.errors import listed, one_line, refusing, unwinding
 from tvb_mergekit.plugin.document import Document
 from tvb_mergekit.plugin.plan import Plan
 from tvb_mergekit.plugin.planner import planned
 from tvb_mergekit.progress import logging_above_bars
 from tvb_mergekit.store import report
-from tvb_mergekit.store.facts import Facts
+from tvb_mergekit.store.facts import FACTS, FOLDER, TENSORS, Facts, write_facts, write_tensors
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.checkpoint import say_untied, weight_files
 from tvb_mergekit.tensors.output import (
@@ -94,7 +94,13 @@ def write_model(plan: Plan, document: Document, folder: Path, started: float) ->
     seconds = plan.basis.seconds
     seconds["merge"] = time.perf_counter() - started - sum(seconds.values())
     facts, tensors = plan.report()
-    report.write_report(folder, facts, tensors)
+    (folder / FOLDER).mkdir()
+    write_tensors(folder / FOLDER / TENSORS, tensors, {"format": "pt"})
+    write_facts(folder / FOLDER / FACTS, facts)
+    if (page := folder / "README.md").exists():
+        said = f"{report.OURS} merged {report.vectors(facts)} by `{facts.method}`."
+        text = f"{page.read_text(encoding='utf-8').rstrip()}\n\n{report.section(said, facts)}"
+        page.write_text(text, encoding="utf-8")
     if plan.learned is not None:
         plan.learned.write(folder)
     return facts
@@ -141,8 +147,15 @@ def _write_companions(plan: Plan, document: Document, folder: Path) -> None:
 def say(plan: Plan, facts: Facts, out: str) -> None:
     """Print the summary of a complete merge."""
     if not plan.options.quiet:
+        place, seconds = os.path.realpath(out), sum(facts.seconds.values())
+        lines = [
+            f"Merged {report.vectors(facts)} by {facts.method}: {listed(facts.tasks, 12)}",
+            f"Base: {facts.base_model}",
+            *report.remarks(facts),
+            f"Written to {place} in {seconds:.1f} s; `tvb inspect` shows details",
+        ]
         try:
-            click.echo("\n".join(report.summary(facts, os.path.realpath(out))))
+            click.echo("\n".join(lines))
         except Exception as error:  # a closed pipe, a terminal without the letters of a name
             LOG.warning("the merge is complete, but its summary cannot be printed: %s", error)
 

@@ -107,7 +107,7 @@ def add_task(
             made |= {"errors": dict.fromkeys(made["tasks"]), **UNKNOWN}
             if "gram" in numbers:  # errors follow from it
                 encoding = Gram.of(numbers["gram"]).encoding(encoder.numpy(), decoder.numpy())
-                made |= measured(made["tasks"], encoding, numbers["gram"])
+                made |= measured(made["tasks"], encoding)
         made |= {"vectors": [*kept, *vectors], "num_bases": most, "seconds": {}}
         made |= {"budget": budget, "compress": how, "basis_weights": basis_weights}
         change.commit(made, numbers)

@@ -149,13 +149,6 @@ def write_facts(file: Path, facts: Facts) -> None:
     write_file(file, f"{text}\n".encode())
 
 
-def write_merge(model: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
-    """Write both files into the folder of a merged model."""
-    (model / FOLDER).mkdir()
-    write_tensors(model / FOLDER / TENSORS, tensors, {"format": "pt"})
-    write_facts(model / FOLDER / FACTS, facts)
-
-
 def read_facts(file: Path, kind: type[Kind]) -> Kind:
     """The facts in a file. Raise UserError for no JSON, another checksum, or a wrong key."""
     try:

@@ -1,29 +1,24 @@
-"""Reports of merges and stores: facts and numbers, the model card, lines, what `inspect` shows.
-
-`docs/files.md` describes both files of a merge.
-"""
+"""Reports of merges and stores: facts, parts of model cards, lines, what `inspect` shows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from tvb_mergekit.core.basis import Basis, Combination
-from tvb_mergekit.core.encoders.balanced import completion
+from tvb_mergekit.core.encoders.balanced import choices
 from tvb_mergekit.core.gram import Encoding, Gram
 from tvb_mergekit.core.settings import MERGING_KEYS, VARYING_KEYS
 from tvb_mergekit.errors import counted, listed
-from tvb_mergekit.store.facts import Facts, StoreFacts, write_merge
+from tvb_mergekit.store.facts import Facts, StoreFacts
 from tvb_mergekit.tensors.taskset import TaskSet
 
 PACKAGES = ("tvb-mergekit", "mergekit", "torch", "transformers", "safetensors")
-NUMBERS = ("gram", "eigenvalues", "encoder", "decoder")
+NUMBERS = ("gram", "eigenvalues", "encoder", "decoder", "cosines")
 UNKNOWN = dict.fromkeys(("loss", "spectral_bound", "retained_energy"))  # without G
 OURS = "[tvb-mergekit](https://pypi.org/project/tvb-mergekit/)"
 CITATION = (
@@ -57,54 +52,27 @@ def facts(
         kept |= {"basis_weights": basis.weighted_encoder.diagonal().tolist(), **varying}
         return Facts.model_validate({**dict(built), **found, "parameters": kept})
     assert isinstance(basis, Basis)
-    sums = basis.sums
-    weights = dict(zip(basis.tasks, basis.weights, strict=True))
+    sums, names = basis.sums, basis.tasks
+    weights = dict(zip(names, basis.weights, strict=True))
     norms = {"base": math.sqrt(sums.base_norm_squared)}
     found |= {
         "parameters": {**in_force, **varying, "weights": weights},
-        "tasks": list(basis.tasks),
+        "tasks": list(names),
         "models": list(tasks.models),
         "base_model": tasks.base_model,
         "num_bases": basis.num_bases,
         "num_parameters": sums.num_parameters,
-        "norms": norms | dict(zip(basis.tasks, sums.norms, strict=True)),
+        "norms": norms | dict(zip(names, sums.norms, strict=True)),
         "fingerprints": tasks.fingerprints,
-        **(measured(basis.tasks, basis.encoding, sums.gram) if sums.inner else UNKNOWN),
+        **(measured(names, basis.encoding) if sums.inner else UNKNOWN),
     }
     return Facts.model_validate(found)
 
 
-def measured(tasks: Sequence[str], encoding: Encoding, gram: Tensor) -> dict[str, Any]:
-    """Loss, bound, retained energy and the errors of tasks ||tau_hat - tau|| / ||tau|| by G.
-
-    The error of a zero vector is null.
-    """
-    lost = Gram.of(gram).errors(encoding.reconstruction.numpy()).tolist()
-    pairs = zip(lost, gram.diagonal().sqrt().tolist(), strict=True)
-    errors = [error / norm if norm else None for error, norm in pairs]
+def measured(tasks: Sequence[str], encoding: Encoding) -> dict[str, Any]:
+    """Loss, bound, retained energy and the errors of tasks, by G."""
     known = {name: getattr(encoding, name) for name in UNKNOWN}
-    return {**known, "errors": dict(zip(tasks, errors, strict=True))}
-
-
-def tensors_of(basis: Combination) -> dict[str, Tensor]:
-    """All of a merge's `basis.safetensors` that was computed, float64."""
-    assert isinstance(basis, Basis)
-    encoding = basis.encoding
-    known = {"encoder": encoding.encoder, "decoder": encoding.decoder}
-    if basis.sums.inner:
-        return {**known, "gram": basis.sums.gram, "eigenvalues": encoding.eigenvalues}
-    # Without G little is known.
-    kept = {"none": ("encoder", "decoder"), "rand_select": ("encoder",)}
-    return {name: known[name] for name in kept.get(basis.settings.basis, ())}
-
-
-def write_report(model: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
-    """Write both files into the folder of a merged model, and our section into its model card."""
-    write_merge(model, facts, tensors)
-    if (card := model / "README.md").exists():
-        said = section(f"{OURS} merged {vectors(facts)} by `{facts.method}`.", facts)
-        text = card.read_text(encoding="utf-8").rstrip()
-        card.write_text(f"{text}\n\n{said}", encoding="utf-8")
+    return {**known, "errors": dict(zip(tasks, encoding.errors, strict=True))}
 
 
 def section(said: str, facts: Facts) -> str:
@@ -141,28 +109,17 @@ def remarks(facts: Facts) -> list[str]:
     return lines
 
 
-def summary(facts: Facts, out: str) -> list[str]:
-    """Lines on a merge: method, tasks, base, losses, tensors left out, place."""
-    return [
-        f"Merged {vectors(facts)} by {facts.method}: {listed(facts.tasks, 12)}",
-        f"Base: {facts.base_model}",
-        *remarks(facts),
-        f"Written to {out} in {sum(facts.seconds.values()):.1f} s; `tvb inspect` shows details",
-    ]
-
-
 def inspected(facts: Facts, tensors: Mapping[str, Tensor], built: bool = True) -> dict[str, Any]:
     """All that `tvb inspect` shows of a merge, a store or (not `built`) a recipe.
 
     Plain JSON types, null if unknown; matrices are lists of rows.
     """
     store = facts if isinstance(facts, StoreFacts) else None
-    gram = tensors.get("gram")
-    cosines = None
-    if gram is not None:
+    numbers = {**dict.fromkeys(NUMBERS), **tensors}
+    if (gram := tensors.get("gram")) is not None:
         lengths = gram.diagonal().clamp(min=0).sqrt()
-        cosines = (gram / lengths.outer(lengths)).nan_to_num(0.0).clamp(-1, 1).fill_diagonal_(1.0)
-    numbers = {**dict.fromkeys(NUMBERS), **tensors, "cosines": cosines}
+        cosines = (gram / lengths.outer(lengths)).nan_to_num(0.0).clamp(-1, 1)
+        numbers["cosines"] = cosines.fill_diagonal_(1.0)
     return {
         "what": "store" if store else "merge" if built else "recipe",
         "num_tasks": len(facts.tasks),
@@ -171,17 +128,6 @@ def inspected(facts: Facts, tensors: Mapping[str, Tensor], built: bool = True) -
         "sizes": store and {"models": store.model_bytes, "store": store.bytes},
         "bytes": [vector.weights.bytes for vector in store.vectors] if store else [],
         "bits": store.bits if store else [],
-        "choices": [] if gram is None else _choices(Gram.of(gram)),
+        "choices": [] if gram is None else choices(Gram.of(gram)),
         **{name: None if n is None else n.tolist() for name, n in numbers.items()},
     }
-
-
-def _choices(gram: Gram) -> list[dict[str, float]]:
-    """For each M = 1..T the energy that M bases retain at best, of any encoder and balanced."""
-    values = gram.values.tolist()
-    found, total = [], sum(values) or 1.0  # without any energy all of it is retained
-    for count in range(1, len(values) + 1):
-        best = 1.0 - math.fsum(values[count:]) / total  # Eq. 6
-        even = 1.0 - completion(gram, count, np.ones(len(values)))[1] / total
-        found.append({"num_bases": count, "retained_energy": best, "balanced_energy": even})
-    return found

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tvb_mergekit.core.basis import Combination, over_bases
+from tvb_mergekit.core.basis import Combination
 from tvb_mergekit.core.gram import GramSums
 from tvb_mergekit.core.settings import GLOBAL_KEYS, MERGING_KEYS, Settings, resolve_settings
 from tvb_mergekit.errors import UserError, check_known
@@ -30,18 +30,22 @@ from tvb_mergekit.tensors.stream import Engine, Weights
 from tvb_mergekit.tensors.taskset import TaskSet
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(eq=False, repr=False)
 class Bases:
     """N vectors of T tasks under one base, with an encoder and a decoder: an open store.
 
     Attributes:
         facts: `store.json`.
-        tensors: float64: `encoder` W_e [T, M], `decoder` W_d [M, T] and, while all inner products
-            are known, `gram` [T, T] of the weighted task vectors.
+        tensors: float64: `encoder`, `decoder` and, while all inner products are known, `gram`
+            [T, T] of the weighted task vectors.
         sources: The vectors as named tensors: M bases, and PCA's mean as the last. A tensor that
             they lack stays the base's. Those of an adapter are its factors until `check_base`.
         path: The store's folder.
         temporary: That folder, if it goes with the bases.
+        encoder: W_e [T, M], each basis as a combination of the weighted task vectors.
+        decoder: W_d [M, T], each reconstructed task vector as a combination of the bases.
+        weights: [T], the scale of each task vector.
+        scales: [N], the factor of each vector in its basis: the weight of a task.
     """
 
     facts: StoreFacts
@@ -50,39 +54,17 @@ class Bases:
     path: Path
     temporary: object = None
 
-    @property
-    def tasks(self) -> list[str]:
-        return self.facts.tasks
-
-    @property
-    def num_bases(self) -> int:
-        return self.facts.num_bases
+    def __post_init__(self) -> None:
+        self.tasks, self.num_bases = self.facts.tasks, self.facts.num_bases
+        self.encoder, self.decoder = self.tensors["encoder"], self.tensors["decoder"]
+        weights = [self.facts.parameters["weights"][task] for task in self.tasks]
+        self.weights = torch.tensor(weights, dtype=torch.float64)
+        self.scales = self.weights if self.facts.whole else torch.ones(len(self.sources)).double()
 
     @property
     def vectors(self) -> Sequence[Weights]:
         """The M bases, without PCA's mean."""
         return self.sources[: self.num_bases]
-
-    @property
-    def encoder(self) -> Tensor:
-        """W_e [T, M]: each basis as a combination of the weighted task vectors."""
-        return self.tensors["encoder"]
-
-    @property
-    def decoder(self) -> Tensor:
-        """W_d [M, T]: each reconstructed task vector as a combination of the bases."""
-        return self.tensors["decoder"]
-
-    @property
-    def weights(self) -> Tensor:
-        """[T], the scale of each task vector."""
-        weights = self.facts.parameters["weights"]
-        return torch.tensor([weights[task] for task in self.tasks], dtype=torch.float64)
-
-    @property
-    def scales(self) -> Tensor:
-        """[N], the factor of each vector in its basis: the weight of a task."""
-        return self.weights if self.facts.whole else torch.ones(len(self.sources)).double()
 
     def reconstruction(self, tasks: Sequence[str]) -> Tensor:
         """[N, len(tasks)]: each tau_hat over the bases, plus the mean."""
@@ -168,15 +150,16 @@ class Bases:
 
 
 def over_store(bases: Bases, tasks: TaskSet, engine: Engine) -> Combination:
-    """All bases of a store as the vectors of a merge.
+    """All bases of a store as the vectors of a merge, with weights v [M] in the sum.
 
-    PCA's mean is the last input of a merge that reconstructs a task.
+    PCA's mean is in no basis. It is the last input of a merge that reconstructs a task.
     """
-    inputs = None if tasks.settings.method == "basis_negate" else bases.num_bases
-    pairs = zip(bases.facts.shares, tasks.weights[: bases.num_bases], strict=True)
-    weights = torch.tensor([share * weight for share, weight in pairs], dtype=torch.float64)
-    table = bases.reconstruction(bases.tasks)[:inputs]
-    made = over_bases(tasks.settings, bases.tasks, weights, table)
+    table, shares = bases.reconstruction(bases.tasks), bases.facts.shares
+    count = len(table) if tasks.settings.method == "basis_negate" else bases.num_bases
+    weights = [share * weight for share, weight in zip(shares, tasks.weights, strict=False)]
+    encoder = torch.diag(torch.tensor(weights, dtype=torch.float64))
+    encoder = pad(encoder, (0, 0, 0, count - bases.num_bases))
+    made = Combination(tasks.settings, bases.tasks, encoder, table[:count])
     count_if_needed(made, tasks.items, engine, zeros=tasks.unchanged)
     return made
 

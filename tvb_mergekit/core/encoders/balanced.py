@@ -48,6 +48,16 @@ def completion(gram: Gram, num_bases: int, weights: Array) -> tuple[Array, float
     return complement @ right.T[:, : num_bases - 1], loss
 
 
+def choices(gram: Gram) -> list[dict[str, float]]:
+    """For each M = 1..T the energy that M bases retain at best, of any encoder and balanced."""
+    found, total = [], float(gram.values.sum()) or 1.0  # without any energy all of it is retained
+    for count in range(1, gram.size + 1):
+        best = 1.0 - float(gram.values[count:].sum()) / total  # Eq. 6
+        even = 1.0 - completion(gram, count, np.ones(gram.size))[1] / total
+        found.append({"num_bases": count, "retained_energy": best, "balanced_energy": even})
+    return found
+
+
 def spread(centre: Array, directions: Array, num_columns: int) -> Array:
     """W_e [T, M] = centre 1^T + eps V Q R: columns >= 0 that sum to 1 and average to the centre.
 
