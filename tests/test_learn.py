@@ -29,8 +29,7 @@ from tvb_mergekit.learn import data as texts
 from tvb_mergekit.learn import gradients, training
 from tvb_mergekit.learn.data import Example, drawn, response_loss
 from tvb_mergekit.learn.statistics import regression_mean
-from tvb_mergekit.store.gates import linear_layers
-from tvb_mergekit.store.routing import Routed
+from tvb_mergekit.store.routing import Routed, linear_layers
 
 TASKS = ("math", "code", "chat")
 State = Mapping[str, Tensor]

@@ -22,7 +22,7 @@ from transformers import DynamicCache
 import tvb_mergekit as library
 from tvb_mergekit import UserError
 from tvb_mergekit.names import looked_at
-from tvb_mergekit.store import gates as routing
+from tvb_mergekit.store import routing
 
 TASKS = ("math", "code", "safety")
 FORMS = {"dense": ["--dtype", "float32"], "lossless": ["--lossless"], "sampled": ["--keep", 0.3]}

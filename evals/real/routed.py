@@ -24,7 +24,7 @@ import tvb_mergekit
 from real.cells import Cell, Scores
 from real.run import Run
 from real.tasks import OUTSIDE, common, stripped
-from tvb_mergekit.store import gates
+from tvb_mergekit.store import routing
 
 QUICK = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 GERMAN = "Bitte lies den folgenden Text genau und antworte dann so kurz wie möglich.\n"
@@ -51,14 +51,14 @@ def routed(run: Run, cell: Cell) -> dict[str, Any]:
             return speed(run, live)
         live.route()
         after = plain(run, LONG) if how.startswith("long") else []
-        ends = 10**6 if how == "long_all" else gates.ENDS
+        ends = 10**6 if how == "long_all" else routing.ENDS
 
         def seen(task: str, change: Callable[[str], str]) -> list[dict[str, float]]:
             """The scores of the first prompts of a task."""
             ids = tokenizer([change(prompt) for prompt in prompts[task][:tested]])["input_ids"]
             return [scored(live, each + after) for each in ids]
 
-        with patch.object(gates, "ENDS", ends):
+        with patch.object(routing, "ENDS", ends):
             found = {task: seen(task, CHANGES[how]) for task in live.tasks}
             asked = OUTSIDE if how in ("templates", "stripped") else ()
             if how == "answers":
@@ -122,14 +122,14 @@ def auroc(more: list[float], less: list[float]) -> float | None:
 
 def above(margins: list[float]) -> float | None:
     """The share for which a task answers, and not the base."""
-    return sum(margin > gates.THRESHOLD for margin in margins) / len(margins) if margins else None
+    return sum(margin > routing.THRESHOLD for margin in margins) / len(margins) if margins else None
 
 
 def answers(run: Run, live: Any, found: dict[str, list[dict[str, float]]]) -> Scores:
     """The score of each item with the weights that its prompt chose."""
     items = Scores()
     for task, each in found.items():
-        names = [best(own) if margin(own) > gates.THRESHOLD else None for own in each]
+        names = [best(own) if margin(own) > routing.THRESHOLD else None for own in each]
         by = {name: run.ask(live.use(name or {}), "test", [task], len(each))[task]
               for name in dict.fromkeys(names)}  # fmt: skip
         items[task] = [by[names[place]][place] for place in range(len(by[names[0]]))]

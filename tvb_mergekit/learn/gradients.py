@@ -22,8 +22,7 @@ from tvb_mergekit.learn.job import Job, LearnedMerge
 from tvb_mergekit.learn.training import Descent, moved
 from tvb_mergekit.names import LAYER, MLP
 from tvb_mergekit.store.attach import writing
-from tvb_mergekit.store.gates import linear_layers
-from tvb_mergekit.store.routing import ROUTERS, Routed
+from tvb_mergekit.store.routing import ROUTERS, Routed, linear_layers
 from tvb_mergekit.tensors.merging import merge_items
 
 COEFFICIENTS = "coefficients.safetensors"

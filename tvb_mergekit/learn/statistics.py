@@ -23,7 +23,7 @@ from tvb_mergekit.errors import UserError
 from tvb_mergekit.learn.data import Example
 from tvb_mergekit.learn.job import WEIGHTS, Job, LearnedMerge, Parameters
 from tvb_mergekit.progress import Update
-from tvb_mergekit.store.gates import linear_layers
+from tvb_mergekit.store.routing import linear_layers
 
 Sums = dict[str, Tensor]
 SINGULAR = 1e-13  # of a pivot of a matrix whose diagonal is 1

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from tvb_mergekit.errors import UserError, listed
+from tvb_mergekit.store import routing
 from tvb_mergekit.store import store as stores
 from tvb_mergekit.store.api import Model, base_of, open_model
 from tvb_mergekit.store.export import combine, items_of, task_column
-from tvb_mergekit.store.gates import THRESHOLD, Gate, gates_in, linear_layers, plain_texts, theta_of
-from tvb_mergekit.store.routing import Routed, Routing, end_routing, routed_model
+from tvb_mergekit.store.routing import THRESHOLD, Gate, Routed, Routing, end_routing
 from tvb_mergekit.store.store import Bases
 from tvb_mergekit.tensors.stream import Item, Sink, StateDict, Weights
 
@@ -54,7 +54,7 @@ def attach(
     [[0.0, 0.0]]
     """
     model = getattr(model, "_orig_mod", model)  # without torch.compile
-    if not isinstance(store, Bases) and (routed := routed_model(model, store)):
+    if not isinstance(store, Bases) and (routed := routing.routed_model(model, store)):
         check_weights(model, open_model(store))
         return routed
     bases = store if isinstance(store, Bases) else stores.load(store)
@@ -132,7 +132,7 @@ class Live(Routing):
     ) -> nn.Module:
         """The model, which chooses a task for each prompt that it or `generate` is called with.
 
-        Half a pass of the base finds it by the weights; see `store.gates`. A batch is grouped by
+        Half a pass of the base finds it by the weights; see `store.routing`. A batch is grouped by
         tasks, and the weights change for each. If all tasks are adapters of linear layers, no
         weights change: each sequence gets the updates of its task. `use` and `reset` end it.
 
@@ -146,17 +146,19 @@ class Live(Routing):
         if not self.bases.facts.whole:
             raise UserError(f"{self.bases.path} holds bases: `route` needs a store of all tasks")
         names = [tasks] if isinstance(tasks, str) else [*dict.fromkeys(tasks or self.tasks)]
-        linear, numbers = linear_layers(self.model), [self.bases.index(name) for name in names]
-        gates = {name: gates_in(self.bases, name, linear) for name in names}
+        linear = routing.linear_layers(self.model)
+        gates = {name: routing.gates_in(self.bases, name, linear) for name in names}
         if not any(gates.values()):
             raise UserError(f"{listed(names)}: no linear layer changed, so prompts show none")
         moved = [i for i in self._items if any(part.factors != () for part in i.inputs)]
         # Adapters of linear layers alone add to the outputs of these
         self._added = all(item.factored and item.name in linear for item in moved)
-        theta = {} if self._added else theta_of(self._live, {*chain(*gates.values())})
-        self.gate = Gate(self.model, gates, theta, plain_texts(self.model, self.base.folder))
+        theta = {} if self._added else routing.theta_of(self._live, {*chain(*gates.values())})
+        texts = routing.plain_texts(self.model, self.base.folder)
+        self.gate = Gate(self.model, gates, theta, texts)
         self.threshold, self.explain = threshold, explain
         pairs = {i.name: [(u.left, u.right) for u in i.updates()] for i in moved if self._added}
+        numbers = [self.bases.index(name) for name in names]
         self._route({name: [own[k] for k in numbers] for name, own in pairs.items()})
         return self.model
 

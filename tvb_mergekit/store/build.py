@@ -21,8 +21,8 @@ from tvb_mergekit.store.change import Change, slugs
 from tvb_mergekit.store.codecs import CODECS
 from tvb_mergekit.store.export import write_original
 from tvb_mergekit.store.facts import Vector, name_of_dtype, record_of
-from tvb_mergekit.store.gates import write_gates
 from tvb_mergekit.store.report import UNKNOWN, facts
+from tvb_mergekit.store.routing import write_gates
 from tvb_mergekit.store.store import Bases, load
 from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter

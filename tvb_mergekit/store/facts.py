@@ -47,7 +47,7 @@ class Vector(BaseModel):
     """One vector of a store: its name (a task, or B0, B1 ...), its form, and its files.
 
     `dtype` is that of dense numbers, `share` that of the kept entries of a sample. `gates`,
-    of a task, is read by `attach(...).route()`, see `store.gates`. A lossless model has the other
+    of a task, is read by `attach(...).route()`, see `store.routing`. A lossless model has the other
     `files`, and all tensors of the vector except the `foreign` ones.
     """
 
