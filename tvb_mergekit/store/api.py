@@ -125,10 +125,7 @@ def _at(place: StorePlace, make: Callable[[Any], Bases]) -> Bases:
     folder = tempfile.TemporaryDirectory(prefix="tvb-")
     if old is not None:
         shutil.copytree(old.path, folder.name, copy_function=os.link, dirs_exist_ok=True)
-    made = replace(make(folder.name), temporary=folder)
-    for source in made.sources:
-        vars(source)["temporary"] = folder  # which stays as long as one of them
-    return made
+    return replace(make(folder.name), temporary=folder)
 
 
 def reconstruct(

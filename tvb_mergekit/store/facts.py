@@ -191,7 +191,7 @@ def check_files(store: Path, files: Iterable[StoredFile], checksums: bool = Fals
     """Raise UserError if a file is missing, outside the store, or of another size or checksum."""
     inside = store.resolve()
     for each in files:
-        path = store / each.file
+        path, why = store / each.file, ""
         if not path.resolve().is_relative_to(inside):
             why = "a link out of the store"
         elif not path.is_file():
@@ -200,7 +200,6 @@ def check_files(store: Path, files: Iterable[StoredFile], checksums: bool = Fals
             checksums and record_of(store, each.file) != each
         ):
             why = f"its size or checksum is not the one in {STORE}"
-        else:
-            continue
-        remedy = "restore it from a copy, take the task out (`tvb remove`), or build it again"
-        raise UserError(f"{path}: {why}; {remedy}")
+        if why:
+            remedy = "restore it from a copy, take the task out (`tvb remove`), or build it again"
+            raise UserError(f"{path}: {why}; {remedy}")

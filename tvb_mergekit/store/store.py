@@ -60,6 +60,8 @@ class Bases:
         weights = [self.facts.parameters["weights"][task] for task in self.tasks]
         self.weights = torch.tensor(weights, dtype=torch.float64)
         self.scales = self.weights if self.facts.whole else torch.ones(len(self.sources)).double()
+        for source in self.sources:
+            vars(source)["temporary"] = self.temporary  # which stays as long as one of them
 
     @property
     def vectors(self) -> Sequence[Weights]:
