@@ -293,6 +293,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # None: no such t
      r"`.*q_projx` fits no tensor of the base; take the base .*\(org/base\)"),
     ({}, {"base_model.model.lm_head.weight": torch.ones(97, 32)}, r"lm_head.* is \[97, 32\]"),
     ({}, {B: torch.ones(33, 4)}, r"q_proj` is \[33, 32\], in the base \[32, 32\]; take the base"),
+    ({"lora_alpha": None}, {}, "`lora_alpha` of `.*q_proj` is None, expected a number"),
     ({"r": 5}, {}, "lora_A of rank 4 and lora_B of rank 4, expected 5 from adapter_config.json"),
     ({}, {A: torch.full((4, 32), torch.nan)}, "holds 128 NaN and 0 infinite"),
     ({}, {f"{Q}.lora_A.other.weight": torch.ones(4, 32)}, "holds several adapters"),

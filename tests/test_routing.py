@@ -10,12 +10,13 @@ import peft
 import pytest
 import torch
 import transformers
+import worlds
 from commands import recipe, tvb, write
 from safetensors.torch import load_file
 from test_learn import loaded, padded
 from test_lora import train
 from tiny import family, gpt2, llama, load
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache
 
@@ -212,6 +213,9 @@ def test_what_is_refused_or_ends_routing(stored: Any, monkeypatch: Any, capfd: A
     library.attach(live.reset(), store, base).route()
     library.attach(model, store, base)
     assert "forward" not in vars(model)
+    for make in (worlds.of("T5", "ForConditionalGeneration"), partial(nn.Linear, 2, 1)):
+        with pytest.raises(UserError, match="runs with `input_ids` alone"):
+            routing.plain_texts(make(), None)
     bases = library.build(load(base), {t: load(base.parent / t) for t in TASKS}, num_bases=2)
     with pytest.raises(UserError, match="needs a store of all tasks"):
         library.attach(loaded(base), bases, load(base)).route()

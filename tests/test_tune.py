@@ -244,6 +244,7 @@ def test_an_item_is_not_its_own_example(tmp_path: Path) -> None:
 FORGET, DOUBLE = quick("basis_negate", forget="sum", alpha=1.0), ["--control", "quickstart_double"]
 BAD: list[tuple[dict[str, Any], list[object], str]] = [
     (quick(), ["--tasks", "quickstart_cpoy"], "(did you mean `quickstart_copy`"),
+    (quick(), ["--batch-size", "none"], "--batch-size none: expected 1 or more, or auto"),
     (quick(lambda_=[0.1, 0.9]), [], "tvb tune finds one number"),
     (FORGET, [*DOUBLE, "--grid", "-1:1:1"], "`alpha` is -1.0"),
     (FORGET, [*DOUBLE, "--search", "brent"], "cannot tune basis_negate"),

@@ -64,5 +64,7 @@ def score(paths: tuple[str, ...], out: str | None, **values: Any) -> None:
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)
         for name, text in written(found).items():
-            Path(out, name).write_bytes(text.encode(errors="backslashreplace"))
+            partial = Path(out, f".{name}.partial")
+            partial.write_bytes(text.encode(errors="backslashreplace"))
+            partial.replace(Path(out, name))
         click.echo(f"Written to {out}")

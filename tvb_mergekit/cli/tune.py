@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ def tune(recipe: str, tasks: str, out: str, **values: Any) -> None:
       tvb tune recipe.yml --tasks copa,rte --out tuned
       tvb tune forget.yml --tasks copa --control rte --out rest
     """
+    if not re.fullmatch(r"auto(:\d+)?|[1-9]\d*", values["batch_size"]):
+        raise UserError(f"--batch-size {values['batch_size']}: expected 1 or more, or auto")
     if find_spec("lm_eval") is None:
         raise UserError("tvb tune needs lm-eval: pip install 'tvb-mergekit[eval]'")
     from lm_eval.utils import simple_parse_args_string

@@ -178,6 +178,8 @@ def plain_texts(model: Any, folder: Path | None) -> list[Tensor]:
     """Texts of no task, each [1, tokens]: random tokens, and sentences if there is a tokenizer."""
     from transformers import AutoTokenizer
 
+    if getattr(model, "main_input_name", "") != "input_ids" or model.config.is_encoder_decoder:
+        raise UserError("`route` needs a model that runs with `input_ids` alone")
     size, start = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
     texts = [*torch.randint(size, (TEXTS, LENGTH), generator=start).split(1)]
     if folder is not None and any(folder.glob("tokenizer*")):

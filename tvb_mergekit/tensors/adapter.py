@@ -325,12 +325,13 @@ class Adapter(Weights):
                 f"`{module}` has lora_A of rank {down_rank:g} and lora_B of rank {up_rank:g}, "
                 f"expected {rank} from {CONFIG}; take the two files of one training run"
             )
-        alpha = float(self._setting(module, "lora_alpha", "alpha_pattern"))
+        alpha = self._setting(module, "lora_alpha", "alpha_pattern")
+        if not isinstance(alpha, (int, float)):
+            raise self._error(f"`lora_alpha` of `{module}` is {alpha!r}, expected a number")
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def _check_shape(self, name: str, shape: tuple[int, ...], of: str) -> None:
-        known = self.under.tensors.get(of)
-        if known is not None and known.shape != shape:
+        if (known := self.under.tensors.get(of)) and known.shape != shape:
             raise self._wrong_base(f"`{name}` is {[*shape]}, in the base {[*known.shape]}")
 
     def _wrong_base(self, text: str) -> UserError:
