@@ -39,7 +39,7 @@ MAINS = {
 PRELOADED = (
     *("processes", *MAINS.values(), "transformers.models.llama.configuration_llama"),
     *(f"tvb_mergekit.{name}" for name in ("cli.inspect", "plugin.inputs", "plugin.run")),
-    *(f"tvb_mergekit.store.{name}" for name in ("build", "add")),
+    "tvb_mergekit.store.build",
 )
 Fault = Callable[[], object]
 

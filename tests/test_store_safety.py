@@ -20,7 +20,7 @@ from torch import Tensor
 
 import tvb_mergekit
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.store import add as adding
+from tvb_mergekit.store import build as building
 from tvb_mergekit.store import store
 from tvb_mergekit.store.change import slugs
 from tvb_mergekit.tensors import merging
@@ -307,7 +307,7 @@ def test_a_model_that_is_overwritten_while_it_is_read(here, monkeypatch):
         weights.write_bytes(weights.read_bytes())  # the same inode
         return call(*args, **more)
 
-    monkeypatch.setattr(adding, "written", partial(slow, adding.written))
+    monkeypatch.setattr(building, "written", partial(slow, building.written))
     monkeypatch.setattr(merging, "merge_items", partial(slow, merging.merge_items))
     for kind in ("grown", "lossless"):
         before = contents(here / kind)

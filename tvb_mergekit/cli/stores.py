@@ -149,7 +149,7 @@ def add(store: str, model: str, task: str, base: str | None, **values: Any) -> N
     cli.import_mergekit()
     from tvb_mergekit.plugin.document import from_mapping
     from tvb_mergekit.plugin.inputs import read_inputs
-    from tvb_mergekit.store.add import add_task
+    from tvb_mergekit.store.build import add_task
 
     engine, options, own = cli.engine_of(values), cli.model_options(values), {"task": task}
 

@@ -23,8 +23,7 @@ from tvb_mergekit import hub
 from tvb_mergekit.core.basis import Tunables
 from tvb_mergekit.core.settings import VARYING_KEYS, check_tasks, check_value, resolve_settings
 from tvb_mergekit.errors import UserError, check_known, idle
-from tvb_mergekit.store.add import add_task
-from tvb_mergekit.store.build import build_store, kept_share
+from tvb_mergekit.store.build import add_task, build_store, kept_share
 from tvb_mergekit.store.change import remove, undo
 from tvb_mergekit.store.export import combine, items_of, task_column
 from tvb_mergekit.store.store import Bases, load, over_store

@@ -1,10 +1,9 @@
 """Changes of a store: new files under new names, then one rename of `store.json`.
 
-A change writes `numbers-<n>.safetensors`, `vectors/SLUG-<n>.safetensors`, the same in `gates`, and
-`files/SLUG-<n>/`, with an n that no file there has. The new `store.json` holds the former state
-under `previous`. So a kill at any moment leaves the earlier store or the new one. Files that only
-the replaced `previous` names are then deleted; no other file is touched. A new store appears when
-it is complete.
+The names of the new files (`docs/files.md`) end with a number that no file there has. The new
+`store.json` holds the former state under `previous`. So a kill at any moment leaves the earlier
+store or the new one. Files that only the replaced `previous` names are then deleted; no other file
+is touched. A new store appears when it is complete.
 """
 
 from __future__ import annotations
@@ -25,39 +24,33 @@ from tvb_mergekit.errors import UserError, check_known
 from tvb_mergekit.store import STORE, is_store
 from tvb_mergekit.store.facts import StoreFacts, check_files, record_of, write_facts, write_tensors
 from tvb_mergekit.store.store import Bases, load, load_numbers, read_store
-from tvb_mergekit.tensors import ranks
 
 LOCK = ".lock"
 
 
 class Change:
-    """The next state of the store in a folder.
-
-    Attributes:
-        facts: the present state; None of a new store.
-        made: the places of the new files, that of the numbers first.
-    """
+    """The next state of the store in a folder."""
 
     def __init__(self, store: Path) -> None:
         self.store = store
-        self.facts = read_store(store) if is_store(store) else None
-        found = [re.search(r"-(\d+)(\.safetensors)?$", path.name) for path in store.rglob("*")]
-        number = 1 + max((int(match[1]) for match in found if match), default=0)
-        self._number = ranks.led(lambda: number)
-        self.made = [f"numbers-{self._number}.safetensors"]
+        self.facts = read_store(store) if is_store(store) else None  # of now; None: a new store
+        every = store.rglob("*") if self.facts else ()  # another process may fill a new one by now
+        found = [re.search(r"-(\d+)(\.safetensors)?$", path.name) for path in every]
+        self._number = 1 + max((int(match[1]) for match in found if match), default=0)
+        self.made = [f"numbers-{self._number}.safetensors"]  # the first of the new files
 
     def place(self, kind: str, slug: str) -> str:
         """A new place below the store: of a file for a vector, or of a folder of files."""
-        place = f"{kind}/{slug}-{self._number}{'' if kind == 'files' else '.safetensors'}"
-        self.made.append(place)
         (self.store / kind).mkdir(exist_ok=True)
-        return place
+        end = "" if kind == "files" else ".safetensors"
+        self.made.append(f"{kind}/{slug}-{self._number}{end}")
+        return self.made[-1]
 
     def commit(self, made: Mapping[str, Any], numbers: Mapping[str, Tensor]) -> None:
         """Write the numbers of the next state, whose other files are there, and publish it."""
         write_tensors(self.store / self.made[0], numbers, {"format": "pt"})
-        new = {**made, "numbers": record_of(self.store, self.made[0])}
-        facts = StoreFacts.model_validate({**new, "previous": self.facts})
+        own = {"numbers": record_of(self.store, self.made[0]), "previous": self.facts}
+        facts = StoreFacts.model_validate({**made, **own})
         (self.store / LOCK).touch()  # that of a new store, so that a refused change adds no file
         write_facts(self.store / STORE, facts)
         if self.facts and self.facts.previous:
@@ -105,35 +98,25 @@ def undo(path: str | os.PathLike[str]) -> Bases:
 def remove(path: str | os.PathLike[str], task: str) -> Bases:
     """Remove a task from the store of all tasks at `path`, which has others."""
     with changing(path) as change:
-        facts, needed = change.facts, list[Any]()
-        assert facts is not None
+        facts, needed = read_store(change.store), list[Any]()
         if not facts.whole:
             said = "no task can be taken out of bases; `tvb undo` takes back the last addition"
             raise UserError(f"{path}: {said}")
         check_known(task, facts.tasks, f"no task {task!r} in {path}")
         if facts.tasks == [task]:
             raise UserError(f"{path}: {task!r} is its only task; delete the folder instead")
+        count, gone, made = len(facts.tasks), facts.tasks.index(task), facts.model_dump()
         with suppress(UserError):  # a damaged task can always go
-            check_files(change.store, facts.vectors[facts.tasks.index(task)].held)
+            check_files(change.store, facts.vectors[gone].held)
             needed = [*facts.held.values()]  # a sound one only if `undo` can bring it back
         check_files(change.store, needed)
-
-        def without(of: Mapping[str, Any]) -> dict[str, Any]:
-            return {key: value for key, value in of.items() if key != task}
-
-        rest = [k for k, name in enumerate(facts.tasks) if name != task]
-        made = dict(facts)
         for key in ("tasks", "models", "vectors", "basis_weights"):
-            made[key] = [made[key][k] for k in rest]
-        made |= {
-            "num_bases": len(rest),
-            "parameters": {**facts.parameters, "weights": without(facts.parameters["weights"])},
-            "norms": {**without(facts.norms), "base": facts.norms["base"]},
-            "errors": without(facts.errors),
-            "model_bytes": facts.model_bytes * len(rest) // len(facts.tasks),
-            "seconds": {"remove": 0.0},  # `Bases.sums` reads that G is a part of another
-        }
-        numbers = load_numbers(change.store, facts)
+            del made[key][gone]
+        for values in (made["norms"], made["errors"], made["parameters"]["weights"]):
+            values.pop(task, None)
+        made |= {"num_bases": count - 1, "model_bytes": facts.model_bytes * (count - 1) // count}
+        made["seconds"] = {"remove": 0.0}  # `Bases.sums` reads that G is a part of another
+        rest, numbers = [k for k in range(count) if k != gone], load_numbers(change.store, facts)
         change.commit(made, {name: each[rest][:, rest] for name, each in numbers.items()})
     return load(change.store)
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from tvb_mergekit.core.basis import Step
 from tvb_mergekit.errors import UserError
 from tvb_mergekit.store.facts import Vector, write_tensors
-from tvb_mergekit.tensors import ranks
 from tvb_mergekit.tensors.adapter import Adapter
 from tvb_mergekit.tensors.checkpoint import Checkpoint, metadata_of
 from tvb_mergekit.tensors.coding import Coded, Draw, keep
@@ -29,18 +28,13 @@ Files: TypeAlias = Mapping[Path, Vector]
 
 
 class Codec(NamedTuple):
-    """A way to store vectors.
+    """A way to store vectors."""
 
-    Attributes:
-        encode: Writes the combinations `matrix` [T, K] of the inputs to K new files. Only dense
-            numbers may combine several inputs. Returns the relative error of each task vector.
-        decode: Opens a file; without the base, which some codecs need for reading.
-        bytes: The most bytes of an element.
-    """
-
+    # Writes the combinations `matrix` [T, K] of the inputs to K new files. Only dense numbers may
+    # combine several inputs. Returns the relative error of each task vector.
     encode: Callable[[Files, TaskSet, Tensor, Engine], list[float]]
-    decode: Callable[[Path, Weights | None], Weights]
-    bytes: Callable[[Vector], float]
+    decode: Callable[[Path, Weights | None], Weights]  # opens a file; some need the base to read it
+    bytes: Callable[[Vector], float]  # of an element, at most
 
 
 def _numbers(files: Files, inputs: TaskSet, matrix: Tensor, engine: Engine) -> list[float]:
@@ -51,7 +45,6 @@ def _numbers(files: Files, inputs: TaskSet, matrix: Tensor, engine: Engine) -> l
     sinks = [to_files(p.parent, {p.name: items}, head) for p, head in heads.items()]
     steps = dict.fromkeys(inputs.names, Step.of(matrix))
     combine_pass(share_of(items), steps, each_into(*sinks), engine, title="Bases")
-    ranks.collect(None)  # all have written
     return [torch.finfo(each).eps / 2 * (each is not torch.float32) for each in dtypes]
 
 
@@ -65,9 +58,8 @@ def _entries(files: Files, inputs: TaskSet, matrix: Tensor, engine: Engine) -> l
     """Write exact entries of single models: all, or a random sample."""
     own = matrix.argmax(0).tolist()
     items = [replace(i, inputs=tuple(i.inputs[k] for k in own)) for i in inputs.items]
-    seeds = (f"{inputs.settings.seed}/{form.name}".encode() for form in files.values())
-    pairs = zip(map(xxhash.xxh3_64_intdigest, seeds), files.values(), strict=True)
-    draws = [Draw(seed, form.share) for seed, form in pairs]
+    key, seed = xxhash.xxh3_64_intdigest, inputs.settings.seed
+    draws = [Draw(key(f"{seed}/{form.name}".encode()), form.share) for form in files.values()]
     return keep({path: form.name for path, form in files.items()}, items, draws, engine)
 
 

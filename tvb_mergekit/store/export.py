@@ -82,8 +82,7 @@ def combine(items: Sequence[Item], column: Tensor, sink: Sink, engine: Engine = 
         if column[used].tolist() == [[1.0]] and parts and parts[0].holds == "weight":
             base = parts.pop()
         made.append(replace(item, inputs=tuple(parts), base=base))
-    step = Step.of(column[used], add_base=True)
-    steps = dict.fromkeys((item.name for item in made if item.inputs), step)
+    steps = dict.fromkeys((i.name for i in made if i.inputs), Step.of(column[used], add_base=True))
     combine_pass(made, steps, sink, engine, title="Models")
 
 
@@ -104,8 +103,7 @@ def export(
     with output.staged(out) as folder:
         for task, column, slug in zip(tasks, columns, slugs(tasks), strict=True):
             place, exact = folder / slug if every else folder, original(bases, task, base)
-            made = items_of(bases, base, bases.sources), companions(base.folder)
-            items, files = exact or made
+            items, files = exact or (items_of(bases, base, bases.sources), companions(base.folder))
             sink = output.to_files(place, output.plan_shards(items), {"format": "pt"})
             combine(items, column, sink, engine)
             for name, file in files.items():
@@ -161,11 +159,10 @@ def write_original(
     folder.mkdir(parents=True)
     # Not of the model, or made of others, such as rows that a tokenizer put in another order
     foreign = [i.name for i in inputs.items if i.load or i.inputs[number].name != i.name]
-    rest, counted = [], {*inputs.names} - {*foreign}
-    for name in (name for name in source.in_file if name not in counted):
-        fits = name in base.in_file and base.tensors[name].shape == source.tensors[name].shape
-        item, near = copied(source, name), Part.of(base, name) if fits else None
-        rest.append(replace(item, base=near, inputs=item.parts))
+    counted = {*inputs.names} - {*foreign}
+    others = [copied(source, name) for name in source.in_file if name not in counted]
+    near = {(name, base.tensors[name].shape): Part.of(base, name) for name in base.in_file}
+    rest = [replace(i, base=near.get((i.name, i.shape)), inputs=i.parts) for i in others]
     if rest:
         keep({folder / REST: REST}, rest, engine=engine, title="Rest")
     files = companions(source.folder)
@@ -194,13 +191,12 @@ def original(bases: Bases, task: str, base: Weights) -> tuple[list[Item], dict[s
     if not bases.facts.whole or (vector := bases.facts.vectors[number]).codec != "lossless":
         return None
     check_files(bases.path, vector.files, checksums=True)
-    places = [bases.path / each.file for each in vector.files]
-    files = {file.name.replace("%2F", "/"): file for file in places}
+    files = {Path(f.file).name.replace("%2F", "/"): bases.path / f.file for f in vector.files}
     source = bases.sources[number]
     every = {name: source for name in source.in_file if name not in vector.foreign}
     if rest := files.pop(REST, None):
         every |= dict.fromkeys((other := Coded(rest, base)).in_file, other)
-    for name in files:  # a store of somebody else must not write outside the output
-        if not COMPANION.fullmatch(name):
-            raise UserError(f"{bases.path}: {name!r} is not the name of a model's file")
+    if wrong := [name for name in files if not COMPANION.fullmatch(name)]:
+        # A store of somebody else must not write outside the output
+        raise UserError(f"{bases.path}: {wrong[0]!r} is not the name of a model's file")
     return [copied(each, name) for name, each in every.items()], files
