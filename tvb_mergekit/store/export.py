@@ -104,6 +104,8 @@ def export(
         for task, column, slug in zip(tasks, columns, slugs(tasks), strict=True):
             place, exact = folder / slug if every else folder, original(bases, task, base)
             items, files = exact or (items_of(bases, base, bases.sources), companions(base.folder))
+            if not files and companions(base.folder):  # a state dict, or an older store
+                logging.warning("%s: the store lacks its config.json and tokenizer; add them", task)
             sink = output.to_files(place, output.plan_shards(items), {"format": "pt"})
             combine(items, column, sink, engine)
             for name, file in files.items():
