@@ -38,8 +38,7 @@ MAINS = {
 }
 PRELOADED = (
     *("processes", *MAINS.values(), "transformers.models.llama.configuration_llama"),
-    *(f"tvb_mergekit.{name}" for name in ("cli.inspect", "plugin.inputs", "plugin.run")),
-    "tvb_mergekit.store.build",
+    *(f"tvb_mergekit.{n}" for n in ("cli.inspect", "plugin.inputs", "plugin.run", "store.build")),
 )
 Fault = Callable[[], object]
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 import tvb_mergekit
 from tvb_mergekit.errors import UserError
-from tvb_mergekit.store import build as building
-from tvb_mergekit.store import store
+from tvb_mergekit.store import build, store
 from tvb_mergekit.store.change import slugs
 from tvb_mergekit.tensors import merging
 
@@ -167,10 +166,7 @@ def test_names_of_files() -> None:
     assert found == f"math~1 Math~2 task~3 a-b {'x' * 60}~5 {'x' * 60}~6 task~7".split()
 
 
-HOSTILE = ("../mine.json", "..\\mine.json", "a/b.json", "mine.bin")
-
-
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", ["../mine.json", "..\\mine.json", "a/b.json", "mine.bin"])
 def test_a_model_of_somebody_else_writes_nothing_outside(name: str, here: Path) -> None:
     """Nor what no model has."""
     own = here / "lossless/files/a-1" / name.replace("/", "%2F")
@@ -307,7 +303,7 @@ def test_a_model_that_is_overwritten_while_it_is_read(here, monkeypatch):
         weights.write_bytes(weights.read_bytes())  # the same inode
         return call(*args, **more)
 
-    monkeypatch.setattr(building, "written", partial(slow, building.written))
+    monkeypatch.setattr(build, "written", partial(slow, build.written))
     monkeypatch.setattr(merging, "merge_items", partial(slow, merging.merge_items))
     for kind in ("grown", "lossless"):
         before = contents(here / kind)
@@ -350,6 +346,9 @@ def test_what_is_lost_is_said_where_it_is_lost(here: Path, caplog: Any) -> None:
     lost = sum(float((found[n].double() - want[n].double()).square().sum()) for n in start)
     away = sum(float((want[n].double() - start[n].double()).square().sum()) for n in start)
     assert (lost / away) ** 0.5 == pytest.approx(errors[worst], abs=0.05)  # bfloat16
+    sealed(here / "lossless", lambda found: found["vectors"][0].update(files=[]))
+    tvb("export", "lossless", "old", "--task", "a", "--quiet")
+    assert "a: the store lacks its config.json and tokenizer" in caplog.text
 
 
 def test_only_a_lossless_store_is_told_that_models_may_go(here: Path) -> None:
