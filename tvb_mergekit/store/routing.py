@@ -6,9 +6,10 @@ what training has seen there. x are the inputs of matrix l in a pass of the base
     a_ml = mean over the first and the last tokens of ||V_ml x||^2 / ||x||^2
     score_m = mean over l of (log a_ml - mean) / deviation, divided by one number for all tasks,
 
-mean and deviation over texts of no task: plain sentences and random tokens. Their scores have mean
-0, and the number gives them deviation 1 (root mean square over tasks). Adapters that began at
-random turn little to their task, so each matrix says little, but all err in their own ways.
+mean and deviation over texts of no task: sentences, four prompts and random tokens. Their scores
+have mean 0, and the number gives them deviation 1 (root mean square over tasks). Adapters that
+began at random turn little to their task, so each matrix says little, but all err in their own
+ways. Without the prompts, each text in the form of one looks like a task.
 SMILE (arXiv 2408.10174) has such a gate in each layer for each token. Here a prompt has one vote.
 
 A routed linear layer with the weight W gives W x + sum_m B_m (c_m x), with its own c for each
@@ -50,7 +51,7 @@ from tvb_mergekit.tensors.taskset import TaskSet
 MOST = 4  # directions of a matrix
 LEAST = 0.1  # singular value, of the largest one
 SKETCH = 12  # further columns of the random sketch, which make the first ones exact
-PLAIN = Path(__file__).with_name("plain.txt")  # sentences of no task
+PLAIN = Path(__file__).with_name("plain.txt")  # texts of no task, four in the form of prompts
 TEXTS, LENGTH = 24, 40  # random ones, and the most tokens of each
 ENDS = 32  # tokens that count at each end of a prompt: a document between them hides its task
 THRESHOLD = 1.0  # deviation of texts of no task
@@ -175,7 +176,7 @@ def kept(mask: Tensor | None, x: Tensor, name: str) -> Tensor:
 
 
 def plain_texts(model: Any, folder: Path | None) -> list[Tensor]:
-    """Texts of no task, each [1, tokens]: random tokens, and sentences if there is a tokenizer."""
+    """Texts of no task, each [1, tokens]: random tokens, and plain ones if there is a tokenizer."""
     from transformers import AutoTokenizer
 
     if getattr(model, "main_input_name", "") != "input_ids" or model.config.is_encoder_decoder:
@@ -184,8 +185,8 @@ def plain_texts(model: Any, folder: Path | None) -> list[Tensor]:
     texts = [*torch.randint(size, (TEXTS, LENGTH), generator=start).split(1)]
     if folder is not None and any(folder.glob("tokenizer*")):
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        lines = PLAIN.read_text(encoding="utf-8").splitlines()
-        ids = tokenizer(lines, truncation=True, max_length=LENGTH)["input_ids"]
+        plain = PLAIN.read_text(encoding="utf-8").rstrip().split("\n\n")
+        ids = tokenizer(plain, truncation=True, max_length=LENGTH)["input_ids"]
         texts += [torch.tensor([each]) for each in ids]
     return [text.to(model.device) for text in texts]
 
