@@ -94,6 +94,7 @@ CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
     "store": (3, "build", "tied", "basis_ta", {"basis": "pca", "num_bases": 2}),
     "samples": (2, "build --keep 0.3", "sharded", "basis_ta", {"basis": "none"}),
     "lossless": (2, "build", "half", "basis_ta", {}),
+    "mixed": (2, "build", "sharded", "basis_ta", {}),
 }  # fmt: skip
 
 

@@ -73,7 +73,7 @@ class Live(Routing):
     chosen: list[str | None] = field(init=False)  # of each of the last prompts; None: the base
 
     def __post_init__(self) -> None:
-        self.tasks = list(self.bases.tasks)
+        self.tasks, self._ones = list(self.bases.tasks), dict[int, Tensor]()
         end_routing(self.model)
         self._live = live = moving_tensors(self.model, self.bases, self.base)
         every = items_of(self.bases, self.base, self.bases.sources)
@@ -166,7 +166,7 @@ class Live(Routing):
         """The task of each prompt, by the arguments of a call, after `route`."""
         main = getattr(self.model, "main_input_name", "")  # `generate` calls it `inputs`
         given = {main if key == "inputs" else key: value for key, value in given.items()}
-        self.coefficients = {}
+        self._ones = {}
         with self._inside():
             scores = self.gate.scores(given)
         self.scores = [dict(zip(self.gate.tasks, row, strict=True)) for row in scores.tolist()]
@@ -186,8 +186,7 @@ class Live(Routing):
         if self._added:
             self._change({}, again=False)
             tasks = ((m, task) for m, task in enumerate(self.gate.tasks) if task in chosen)
-            ones = {m: torch.tensor([float(own == t) for own in chosen]) for m, t in tasks}
-            self.coefficients[""] = ones  # of all layers
+            self._ones = {m: torch.tensor([float(own == t) for own in chosen]) for m, t in tasks}
             return call(**given)
         groups = {task: [k for k, own in enumerate(chosen) if own == task] for task in chosen}
         if len(groups) > 1 and given.get("labels") is not None:
@@ -201,6 +200,9 @@ class Live(Routing):
         order = torch.tensor([*chain(*groups.values())]).argsort()
         config = given.get("generation_config") or getattr(self.model, "generation_config", self)
         return joined(outputs, order, vars(config) | given) if len(outputs) > 1 else outputs[0]
+
+    def _used(self, name: str) -> Mapping[int, Tensor]:
+        return self._ones
 
 
 def joined(outputs: Sequence[Any], order: Tensor, settings: Mapping[str, Any]) -> Any:

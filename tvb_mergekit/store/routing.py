@@ -223,13 +223,15 @@ class Routing:
     """A model whose calls are answered as their prompts choose. Threads take turns."""
 
     model: nn.Module
-    # Beginning of the names of layers -> m -> c_m [sequences] of the updates in use
-    coefficients: dict[str, dict[int, Tensor]] = field(init=False, default_factory=dict)
     _lock: Any = field(init=False, default_factory=threading.RLock)
     _within: bool = field(init=False, default=False)
 
     def _answer(self, call: Callable[..., Any], given: dict[str, Any]) -> Any:
         """The output of a call of the model or of `generate`, with named arguments."""
+        raise NotImplementedError
+
+    def _used(self, name: str) -> Mapping[int, Tensor]:
+        """m -> c_m [sequences] of the updates in use, for the layer with this weight."""
         raise NotImplementedError
 
     def _route(self, updates: Mapping[str, Sequence[Sequence[Tensor]]]) -> ExitStack:
@@ -276,8 +278,7 @@ class Routing:
     ) -> Tensor:
         """y + sum_m B_m (c_m x). For this a backward pass keeps x and c, and not each B_m x."""
         x = args[0]
-        own = (c for start, c in self.coefficients.items() if name.startswith(start))
-        for m, c in next(own, {}).items():
+        for m, c in self._used(name).items():
             if x.dim() != 3 or len(x) % len(c):
                 said = f"`{name}`: inputs {list(x.shape)} for {len(c)} prompts, as of experts"
                 raise UserError(f"{said}; `use` one task, or `exclude` the layer from bases")
@@ -294,6 +295,7 @@ class Routed(Routing):
     bases: Mapping[str, Tensor]  # weight -> B_m [M, ...]
     # [sequences, tokens], 1 in prompts; None: what the attention mask keeps in the first pass
     prompts: Tensor | None = None
+    coefficients: dict[str, Tensor] = field(default_factory=dict)  # MLP -> c of the last prompts
     _mask: Tensor | None = None
 
     def reset(self) -> nn.Module:
@@ -316,13 +318,16 @@ class Routed(Routing):
 
     def _choose(self, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Compute c in the first pass; in training again for the backward pass."""
-        start = f"{name}."
-        if start not in self.coefficients or self.coefficients[start][0].requires_grad:
+        if name not in self.coefficients or self.coefficients[name].requires_grad:
             weight, bias = (each.to(args[0].device) for each in self.routers[name])
             mask = kept(self._mask, args[0], name)[..., None]
             total = (args[0] * mask).sum(1, dtype=weight.dtype)
             mean = total / mask.sum(1, dtype=weight.dtype).clamp(min=1)
-            self.coefficients[start] = dict(enumerate(linear(mean, weight, bias).T))
+            self.coefficients[name] = linear(mean, weight, bias)
+
+    def _used(self, name: str) -> Mapping[int, Tensor]:
+        own = next(c for mlp, c in self.coefficients.items() if name.startswith(f"{mlp}."))
+        return dict(enumerate(own.T))
 
 
 def routed_model(model: nn.Module, folder: str | os.PathLike[str]) -> Routed | None:
