@@ -1,6 +1,7 @@
 """Stores that find the task of a prompt: scores, chosen weights, files of gates."""
 
 import math
+import threading
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -180,6 +181,27 @@ def test_each_sequence_has_the_weights_of_its_task(
     assert live.reset() is model
     assert all(torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("act", ["choose", "use"])
+def test_other_threads_wait_for_a_text(act: str, stored: Any, monkeypatch: Any) -> None:
+    base, _, store = stored("llama", "lora")
+    monkeypatch.setattr(routing.Gate, "scores", by_last_token)
+    live = library.attach(model := loaded(base), store, base)
+    ids, others = torch.tensor([PROMPTS[0]]), list[threading.Thread]()
+    given = {"input_ids": ids - 1} if act == "choose" else {"tasks": "code"}
+
+    def meanwhile(ids: Tensor, scores: Tensor) -> Tensor:
+        if not others:
+            others.append(threading.Thread(target=getattr(live, act), kwargs=given))
+            others[0].start()
+            others[0].join(0.3)  # it waits
+        return scores
+
+    how = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    want = live.route().generate(ids, **how)
+    assert want.equal(model.generate(ids, **how, logits_processor=[meanwhile]))
+    others[0].join()
 
 
 def test_what_is_refused_or_ends_routing(stored: Any, monkeypatch: Any, capfd: Any) -> None:

@@ -88,8 +88,9 @@ class Live(Routing):
         store leaves out, or aligned with the base's tokenizer. tau_hat_j has no weight of a recipe.
         If a value overflows the model's dtype, the model has the base's weights again.
         """
-        end_routing(self.model)
-        return self._change({tasks: 1.0} if isinstance(tasks, str) else dict(tasks))
+        with self._lock:
+            end_routing(self.model)
+            return self._change({tasks: 1.0} if isinstance(tasks, str) else dict(tasks))
 
     def reset(self) -> nn.Module:
         """The model with the base's weights, to the bit."""
@@ -166,19 +167,19 @@ class Live(Routing):
         """The task of each prompt, by the arguments of a call, after `route`."""
         main = getattr(self.model, "main_input_name", "")  # `generate` calls it `inputs`
         given = {main if key == "inputs" else key: value for key, value in given.items()}
-        self._ones = {}
         with self._inside():
+            self._ones = {}
             scores = self.gate.scores(given)
-        self.scores = [dict(zip(self.gate.tasks, row, strict=True)) for row in scores.tolist()]
-        self.chosen = []
-        for own in self.scores:
-            best, *others = sorted(own, key=own.__getitem__, reverse=True)
-            ahead = own[best] - max([0.0, *(own[task] for task in others)])
-            self.chosen.append(best if ahead > self.threshold else None)
-            if self.explain:
-                told = ", ".join(f"{task} {own[task]:.2f}" for task in (best, *others))
-                print(f"{self.chosen[-1] or 'the base'}: {told}", file=sys.stderr)
-        return self.chosen
+            self.scores = [dict(zip(self.gate.tasks, row, strict=True)) for row in scores.tolist()]
+            self.chosen = []
+            for own in self.scores:
+                best, *others = sorted(own, key=own.__getitem__, reverse=True)
+                ahead = own[best] - max([0.0, *(own[task] for task in others)])
+                self.chosen.append(best if ahead > self.threshold else None)
+                if self.explain:
+                    told = ", ".join(f"{task} {own[task]:.2f}" for task in (best, *others))
+                    print(f"{self.chosen[-1] or 'the base'}: {told}", file=sys.stderr)
+            return self.chosen
 
     def _answer(self, call: Callable[..., Any], given: dict[str, Any]) -> Any:
         """The output for all prompts at once, or for those of one task after another."""

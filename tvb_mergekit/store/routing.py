@@ -244,7 +244,7 @@ class Routing:
             if old := getattr(owner, name, None):
                 hooks.callback(vars(owner).update, {name: old} if name in vars(owner) else {})
                 hooks.callback(vars(owner).pop, name)
-                vars(owner)[name] = functools.wraps(old)(partial(self._call, old))
+                vars(owner)[name] = functools.wraps(old)(partial(self._call, hooks, old))
         for name, own in updates.items():
             layer = model.get_submodule(name.removesuffix(".weight"))
             like, turned = layer.weight.detach(), is_turned(layer)  # where the model is by now
@@ -263,9 +263,9 @@ class Routing:
             finally:
                 self._within = before
 
-    def _call(self, old: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call(self, hooks: ExitStack, old: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._inside() as within:
-            if within:
+            if within or vars(self.model)[HOOKS] is not hooks:  # ended while the call waited
                 return old(*args, **kwargs)
             given = dict(zip(inspect.signature(old).parameters, args, strict=False)) | kwargs
             # What the prompts of a cache have chosen is not known
@@ -300,7 +300,8 @@ class Routed(Routing):
 
     def reset(self) -> nn.Module:
         """The merged model, whose weights have never changed."""
-        end_routing(self.model)
+        with self._lock:
+            end_routing(self.model)
         return self.model
 
     def route(self) -> nn.Module:
