@@ -74,6 +74,7 @@ def parts(tasks: int) -> dict[str, list[Cell]]:
         "merges": [merged(how, "none", tasks) for how in MERGES],
         "flows": [merged(how, *each) | {"lambdas": [1.0], "start": 1.0}
                   for each in over[::2] for how in flows],
+        "times": [merged(how, *each) for each in over[::2] for how in flows],
         "few": [merged(how, *each) for each in few for how in MATRIX],
         "paper": [merged(how, *each) for how in ("ta", "ties") for each in paper],
         "learned": [learning(how, *each) for how in LEARNED for each in over],
