@@ -216,6 +216,17 @@ def test_a_file_that_is_gone_is_one_line(here: Path) -> None:
     assert "missing" in refused("merge", "sampled", "out", "--method", "add")
 
 
+def test_damage_that_a_removal_does_not_mend(here: Path) -> None:
+    (here / "lossless/files/a-1/config.json").unlink()  # of all tasks
+    before = contents(here)
+    assert "config.json: missing" in refused("remove", "lossless", "--task", "a")
+    assert contents(here) == before
+    for task in "ab":
+        (here / f"sampled/vectors/{task}-1.safetensors").unlink()
+    assert "'a' is removed, but" in refused("remove", "sampled", "--task", "a")
+    tvb("remove", "sampled", "--task", "b")
+
+
 # What changes and what stays
 
 

@@ -106,8 +106,13 @@ def remove(path: str | os.PathLike[str], task: str) -> Bases:
         if facts.tasks == [task]:
             raise UserError(f"{path}: {task!r} is its only task; delete the folder instead")
         count, gone, made = len(facts.tasks), facts.tasks.index(task), facts.model_dump()
+        rest = [k for k in range(count) if k != gone]
+        others = {file.file for k in rest for file in facts.vectors[k].held}
+        own = facts.vectors[gone].held
+        # Without this task the others would still lack such a file
+        check_files(change.store, [file for file in own if file.file in others])
         with suppress(UserError):  # a damaged task can always go
-            check_files(change.store, facts.vectors[gone].held)
+            check_files(change.store, own)
             needed = [*facts.held.values()]  # a sound one only if `undo` can bring it back
         check_files(change.store, needed)
         for key in ("tasks", "models", "vectors", "basis_weights"):
@@ -116,9 +121,12 @@ def remove(path: str | os.PathLike[str], task: str) -> Bases:
             values.pop(task, None)
         made |= {"num_bases": count - 1, "model_bytes": facts.model_bytes * (count - 1) // count}
         made["seconds"] = {"remove": 0.0}  # `Bases.sums` reads that G is a part of another
-        rest, numbers = [k for k in range(count) if k != gone], load_numbers(change.store, facts)
+        numbers = load_numbers(change.store, facts)
         change.commit(made, {name: each[rest][:, rest] for name, each in numbers.items()})
-    return load(change.store)
+    try:
+        return load(change.store)
+    except UserError as error:  # another task is damaged, too
+        raise UserError(f"{task!r} is removed, but {error}") from error
 
 
 def slugs(names: Sequence[str]) -> list[str]:

@@ -201,5 +201,6 @@ def check_files(store: Path, files: Iterable[StoredFile], checksums: bool = Fals
         ):
             why = f"its size or checksum is not the one in {STORE}"
         if why:
-            remedy = "restore it from a copy, take the task out (`tvb remove`), or build it again"
-            raise UserError(f"{path}: {why}; {remedy}")
+            own = each.file.startswith(("vectors", "gates"))  # of one task, or basis
+            out = ", take the task out (`tvb remove`)," if own else ""
+            raise UserError(f"{path}: {why}; restore it from a copy{out} or build it again")
