@@ -326,6 +326,7 @@ def test_uses_that_fail_leave_right_weights(stored: Any, monkeypatch: pytest.Mon
     assert live.current == {"code": 1.0}
     assert_bits(model, want)
     refuses("the scale of 'code' is nan; give a finite", lambda: live.use({"code": float("nan")}))
+    refuses("or a mapping task -> scale", lambda: live.use(["code"]))
     refuses("overflow float16 in the output", lambda: live.use({"code": 1e9}))
     assert live.current == {}
     assert_bits(model, start)

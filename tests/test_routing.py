@@ -169,6 +169,7 @@ def test_each_sequence_has_the_weights_of_its_task(
         output = model(**batch, labels=None)
         for row, k in zip(output.logits, some, strict=True):
             torch.testing.assert_close(row[-len(PROMPTS[k]) :], logits[k], rtol=1e-4, atol=1e-4)
+        assert model(**batch, return_dict=False)[0].equal(output.logits)
         assert live.chosen == [CHOSEN[k] for k in some]
         for beams in (1, 2):
             given = {key: batch[key] for key in ("input_ids", "attention_mask")}

@@ -88,6 +88,8 @@ class Live(Routing):
         store leaves out, or aligned with the base's tokenizer. tau_hat_j has no weight of a recipe.
         If a value overflows the model's dtype, the model has the base's weights again.
         """
+        if not isinstance(tasks, str | Mapping):
+            raise UserError(f"expected one task, or a mapping task -> scale; found {tasks!r}")
         with self._lock:
             end_routing(self.model)
             return self._change({tasks: 1.0} if isinstance(tasks, str) else dict(tasks))
@@ -208,6 +210,8 @@ class Live(Routing):
 
 def joined(outputs: Sequence[Any], order: Tensor, settings: Mapping[str, Any]) -> Any:
     """The outputs of groups as one: texts, logits, or the last hidden states of an encoder."""
+    if isinstance(outputs[0], tuple):  # `return_dict=False`
+        return (joined([each[0] for each in outputs], order, settings),)
     key = None if isinstance(outputs[0], Tensor) else next(iter(outputs[0]))
     parts = chain(*(each if key is None else each[key] for each in outputs))
     # Shorter texts end as those of `generate`
