@@ -193,6 +193,7 @@ REFUSED: dict[str, tuple[str, str, list[Any], dict[str, Any]]] = {
     "is of a store, a difference": ("task_arithmetic", "base", [STORE], {"weight": 1.0}),
     "has no vector 'mth' (did you mean `math`?)": ("basis_ta", "base", ["built/mth"], {}),
     "are two stores": ("basis_ta", "base", ["built/math", "bases/B0"], {}),
+    "lists built/math twice": ("basis_ta", "base", ["built/math", "built/math"], {}),
     "is not a vector of": ("basis_ta", "base", ["built/math", "code"], {}),
     "make sense together only": ("basis_ta", "base", ["bases/B0"], {}),
     "a store names its tasks itself": ("basis_ta", "base", [STORE], {"own": {0: {"task": "x"}}}),

@@ -201,7 +201,8 @@ def _models(sections: Sequence[_Section], base: ModelReference) -> tuple[ModelRe
         listed = lists.setdefault(its_list, {})
         identity = identity_of(model)
         if identity in listed:
-            raise UserError(f"`{where}` lists {model} twice (as {listed[identity]}): list it once")
+            both = [str(each).removeprefix(f"{base}@") for each in (model, listed[identity])]
+            raise UserError("`{}` lists {} twice (as {}): list it once".format(where, *both))
         if identity == its_own and (model != base or not its_list.endswith("sources")):
             remedy = "write it as there" if "sources" in its_list else "take it out of this list"
             raise UserError(f"`{where}` is the base model {base}: {remedy}")
