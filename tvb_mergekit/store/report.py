@@ -92,7 +92,7 @@ def vectors(facts: Facts) -> str:
 def measures(facts: Facts) -> list[str]:
     """A line on loss, bound and retained energy of bases, where they are known."""
     if facts.loss is None:
-        lacks = "No Gram matrix: this merge needs none; `tvb inspect RECIPE` computes it"
+        lacks = "No Gram matrix: this merge needs none; `tvb inspect RECIPE|STORE` shows it"
         return [] if facts.errors else [lacks]
     kept, bound = 100 * (facts.retained_energy or 0), facts.spectral_bound
     told = f"reconstruction loss {facts.loss:.6g}, spectral lower bound {bound:.6g}"
