@@ -214,6 +214,7 @@ def test_what_is_refused_or_ends_routing(stored: Any, monkeypatch: Any, capfd: A
         ("begin with prompts", lambda: model(**batch, past_key_values=DynamicCache())),
         ("no common loss", lambda: model(**batch, labels=batch["input_ids"])),
         ("no task 'mth'", lambda: live.route(["mth"])),
+        ("threshold is nan", lambda: live.route(threshold=math.nan)),
     ):
         live.route(threshold=0.5)
         with pytest.raises(UserError, match=said):

@@ -146,6 +146,8 @@ class Live(Routing):
             explain: print the scores.
         """
         self.reset()
+        if math.isnan(threshold):  # the base would answer all prompts
+            raise UserError("the threshold is nan; give a number")
         if not self.bases.facts.whole:
             raise UserError(f"{self.bases.path} holds bases: `route` needs a store of all tasks")
         names = [tasks] if isinstance(tasks, str) else [*dict.fromkeys(tasks or self.tasks)]
