@@ -117,9 +117,8 @@ def read_recipe(config: MergeConfiguration, bases: Bases | None = None) -> Recip
         if value := getattr(config, key):
             check_known(value.removeprefix("torch."), FLOATS, f"`{key}` is {value}")
     if config.base_model is None:
-        raise UserError(
-            f"`base_model` is missing: {config.merge_method} needs the models' common base"
-        )
+        said = f"{config.merge_method} needs the models' common base"
+        raise UserError(f"`base_model` is missing: {said}")
     if config.base_model.lora is not None:
         raise UserError(f"`base_model` {config.base_model} is a base and an adapter; {MERGE_FIRST}")
     base, sections = config.base_model, list(_sections(config))
@@ -201,7 +200,8 @@ def _models(sections: Sequence[_Section], base: ModelReference) -> tuple[ModelRe
         listed = lists.setdefault(its_list, {})
         identity = identity_of(model)
         if identity in listed:
-            both = [str(each).removeprefix(f"{base}@") for each in (model, listed[identity])]
+            vector = model.model.revision if os.path.exists(model.model.path) else None
+            both = (vector or model, vector or listed[identity])
             raise UserError("`{}` lists {} twice (as {}): list it once".format(where, *both))
         if identity == its_own and (model != base or not its_list.endswith("sources")):
             remedy = "write it as there" if "sources" in its_list else "take it out of this list"
