@@ -22,8 +22,7 @@ KINDS: dict[str, Callable[[Run, Cell], dict[str, Any]]] = {
 }  # fmt: skip
 MODELS = {"full": ("full", TASKS), "full-8": ("full", SHIPPED), "lora16": ("lora16", TASKS),
           "lora4-8": ("lora4", SHIPPED), "peft4-8": ("peft4", SHIPPED),
-          "short-4": ("full", SHORT[:4]), "short-7": ("full", SHORT),
-          "same4-4": ("same4", ALIKE)}  # fmt: skip
+          "short-4": ("full", SHORT), "same4-4": ("same4", ALIKE)}  # fmt: skip
 BASES = ("ae", "rand_select", "pca", "balanced")  # of the paper's tables, and ours
 LAMBDAS = [0.14, 0.2, 0.3, 0.45, 0.65, 1.0, 1.4, 2.0, 2.8, 4.0]
 # Smaller ones for sums, and for bases that are as long as task vectors; larger ones for Iso-C

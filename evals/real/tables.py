@@ -30,7 +30,7 @@ from real.theory import bounds
 
 TITLES = {"full": "full, 12 tasks", "full-8": "full, 8 tasks", "lora16": "rank 16, 12 tasks",
           "lora4-8": "rank 4, 8 tasks", "peft4-8": "rank 4, begun at random",
-          "short-4": "full, 4 tasks, 300 examples", "short-7": "full, 7 tasks, 300 examples",
+          "short-4": "full, 4 tasks, 300 examples",
           "same4-4": "rank 4, 4 tasks trained with one template"}  # fmt: skip
 LESS = ("full-8", "short-4")  # are of the same kind as the twelve
 BASES = ("none", "groups", "balanced", "ae", "rand_select", "pca", "rand_proj", "sample")
