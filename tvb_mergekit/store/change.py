@@ -98,7 +98,8 @@ def undo(path: str | os.PathLike[str]) -> Bases:
 def remove(path: str | os.PathLike[str], task: str) -> Bases:
     """Remove a task from the store of all tasks at `path`, which has others."""
     with changing(path) as change:
-        facts, needed = read_store(change.store), list[Any]()
+        facts, needed = change.facts, list[Any]()
+        assert facts is not None
         if not facts.whole:
             said = "no task can be taken out of bases; `tvb undo` takes back the last addition"
             raise UserError(f"{path}: {said}")

@@ -26,6 +26,7 @@ import math
 import os
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -219,20 +220,20 @@ def end_routing(model: nn.Module) -> ExitStack:
 
 
 @dataclass(eq=False)
-class Routing:
+class Routing(ABC):
     """A model whose calls are answered as their prompts choose. Threads take turns."""
 
     model: nn.Module
     _lock: Any = field(init=False, default_factory=threading.RLock)
     _within: bool = field(init=False, default=False)
 
+    @abstractmethod
     def _answer(self, call: Callable[..., Any], given: dict[str, Any]) -> Any:
         """The output of a call of the model or of `generate`, with named arguments."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _used(self, name: str) -> Mapping[int, Tensor]:
         """m -> c_m [sequences] of the updates in use, for the layer with this weight."""
-        raise NotImplementedError
 
     def _route(self, updates: Mapping[str, Sequence[Sequence[Tensor]]]) -> ExitStack:
         """Route calls until the stack is closed; `updates`: weight -> the factors of each B_m."""
